@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_a_training_that_is_done_is_not_made_again() -> None:
         without_backup.step_done(100)
     assert parts(without_backup.division()) == {"steps": 120.0, "restarts": 100.0}
 
-    again = kept(clock, killed._replace(at=clock()))
+    again = kept(clock, dataclasses.replace(killed, at=clock()))
     again.trains_from(100)  # which its backup has
     again.trains_from(10)
     with again.phase("steps"):
@@ -182,7 +183,7 @@ def of(at: float = 0.0, part: int = OTHER, **seconds: float) -> Division:
             "goodput 89 % of 9.0 s: steps 8.0 s, data 1.0 s; worker 1 waited 4.0 s for data",
         ),
         (
-            {"chief": of(steps=8.0, export=2.0)._replace(measured=0.0)},
+            {"chief": dataclasses.replace(of(steps=8.0, export=2.0), measured=0.0)},
             "goodput 80 % of 10.0 s: steps with their data 8.0 s, export 2.0 s",
         ),
     ],

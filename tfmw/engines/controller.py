@@ -59,7 +59,7 @@ class Controller:
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._connections = itertools.count()
         self._policy = RestartPolicy(self.spec.setup.options, self.spec.workers[1])
-        self._policy.division = Division(at=time.time()).values()
+        self._policy.division = Division(at=time.time())
         self._written: dict[str, Any] = {}
         self._growing = False
 

@@ -38,6 +38,7 @@ from tfmw.remote.messages import (
     StepReached,
 )
 from tfmw.remote.remote_attempt import RemoteAttempt
+from tfmw.runtime.goodput import Division
 
 LIVE = "live"
 """The name, for `Display`, of the first task where its output is for a terminal."""
@@ -69,7 +70,7 @@ class JobAttempt:
     display: Display  # of the tasks' output
     number: int
     count: int  # of the tasks
-    division: tuple[float, ...] = ()  # of the run's time until now; (): nothing is known
+    division: Division | None = None  # of the run's time until now; None: nothing is known
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class JobAttempt:
         now, options = self.clock(), self.spec.setup.options
         self._start_by = now + (options.start_timeout_s or math.inf)
         self.ending = RemoteAttempt(
-            self.number, range(self.count), options, self.label, now, SETTLE_S, self.division
+            self.number, set(range(self.count)), options, self.label, now, SETTLE_S, self.division
         )
 
     # ---- start -----------------------------------------------------------------------------------

@@ -404,11 +404,11 @@ class Leader:
         """The attempt with the number in the record; it runs nowhere yet."""
         return RemoteAttempt(
             self.record.attempt,
-            (),
+            set(),
             self.settings.options,
             lambda host: f"host {self.settings.name(host)}",
             now,
-            division=self._policy.division,
+            before=self._policy.division,
         )
 
     def _send_start(self, host: int, attempt: RemoteAttempt) -> None:

@@ -42,6 +42,7 @@ from tfmw.remote.messages import (
     Start,
 )
 from tfmw.remote.tasks import TasksOfOneMachine
+from tfmw.runtime.goodput import Division
 from tfmw.runtime.signals import LEAVE
 
 PAUSE_S = 3.0
@@ -82,7 +83,7 @@ class Supervisor:
         self._ports: tuple[int, ...] | None = None
         self._attempt: int | None = None  # whose tasks run here
         # The last attempt that ran here, its largest step, and the run's time until then.
-        self._last: tuple[int, int, tuple[float, ...]] = (-1, -1, ())
+        self._last: tuple[int, int, Division | None] = (-1, -1, None)
         self._started = (-1, 0)  # the attempt whose tasks started here last, and how often before
         self._alone_since = now
         self._leave_by: float | None = None  # when a preempted host exits at the latest

@@ -20,6 +20,7 @@ from typing import Any
 
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
+from tfmw.runtime.goodput import Division
 
 LONGEST_DELAY_S = 30.0
 
@@ -97,8 +98,7 @@ class RestartPolicy:
     stalled: int = 0  # attempts in a row without progress
     own_errors: int = 0  # of them, those that an error of the program ended
     errors: set[tuple[str, int]] = dataclasses.field(default_factory=set)  # (error, step) so far
-    # The run's time so far, as `goodput.Division.values`, if whoever leads it keeps that.
-    division: tuple[float, ...] = ()
+    division: Division | None = None  # the run's time so far, if whoever leads it keeps that
 
     def __post_init__(self) -> None:
         self._attempt = 0
@@ -121,13 +121,14 @@ class RestartPolicy:
     def saved(self) -> dict[str, Any]:
         """The counts so far, as JSON: another host may have to continue with them."""
         counts = {name: getattr(self, name) for name in _COUNTS}
-        return {**counts, "errors": sorted(map(list, self.errors)), "division": list(self.division)}
+        division = self.division and list(self.division.values())
+        return {**counts, "errors": sorted(map(list, self.errors)), "division": division}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Goes on from what `saved` returned on another host."""
         for name in _COUNTS:
             setattr(self, name, int(saved[name]))
-        self.division = tuple(saved["division"])
+        self.division = Division.of(saved["division"]) if saved["division"] else None
         self.errors = {(str(error), int(step)) for error, step in saved["errors"]}
 
     def allows_restart_alone(self, failure: Failure) -> bool:

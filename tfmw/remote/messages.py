@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
+from tfmw.runtime.goodput import Division
 
 
 class Malformed(ValueError):
@@ -28,21 +29,13 @@ class Malformed(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class EndReport:
-    """How an attempt ended on one machine.
+    """How an attempt ended on one machine."""
 
-    Attributes:
-        done: whether all of its tasks ended with status 0.
-        step: the largest training step that a task has reported; negative: none.
-        preempted: whether tasks saved their state and exited.
-        failures: of tasks that failed on their own, the root cause first.
-        division: of the run's time, as `goodput.Division.values`; (): unknown.
-    """
-
-    done: bool = False
-    step: int = -1
-    preempted: bool = False
-    failures: tuple[Failure, ...] = ()
-    division: tuple[float, ...] = ()
+    done: bool = False  # whether all of its tasks ended with status 0
+    step: int = -1  # the largest training step that a task has reported; negative: none
+    preempted: bool = False  # whether tasks saved their state and exited
+    failures: tuple[Failure, ...] = ()  # of tasks that failed on their own, the root cause first
+    division: Division | None = None  # of the run's time; None: unknown
 
 
 # ---- of supervisors and of agents --------------------------------------------------------------
@@ -50,25 +43,15 @@ class EndReport:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Start the receiving machine's tasks.
+    """Start the receiving machine's tasks."""
 
-    Attributes:
-        run: identifies the run.
-        attempt: its number.
-        hosts: indexes of the machines that take part.
-        cluster: addresses of all tasks by kind, as in TF_CONFIG.
-        tasks: (kind, index) of the receiving machine's tasks.
-        again: how often these tasks have been started before in this attempt.
-        division: of the run's time until now; (): nothing is known.
-    """
-
-    run: str
-    attempt: int
-    hosts: tuple[int, ...]
-    cluster: dict[str, tuple[str, ...]]
-    tasks: tuple[tuple[str, int], ...]
-    again: int = 0
-    division: tuple[float, ...] = ()
+    run: str  # identifies the run
+    attempt: int  # its number
+    hosts: tuple[int, ...]  # indexes of the machines that take part
+    cluster: dict[str, tuple[str, ...]]  # addresses of all tasks by kind, as in TF_CONFIG
+    tasks: tuple[tuple[str, int], ...]  # (kind, index) of the receiving machine's tasks
+    again: int = 0  # how often these tasks have been started before in this attempt
+    division: Division | None = None  # of the run's time until now; None: nothing is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,19 +98,12 @@ class HostHello:
 
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """A host takes part from now on.
+    """A host takes part from now on."""
 
-    Attributes:
-        facts: settings that must be the same on every host, by name.
-        attempt: the last attempt that it took part in; -1: none.
-        step: the largest step in that attempt.
-        division: of the run's time until its end.
-    """
-
-    facts: dict[str, str]
-    attempt: int
-    step: int
-    division: tuple[float, ...] = ()
+    facts: dict[str, str]  # settings that must be the same on every host, by name
+    attempt: int  # the last attempt that it took part in; -1: none
+    step: int  # the largest step in that attempt
+    division: Division | None = None  # of the run's time until its end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,38 +149,24 @@ class Over:
 
 @dataclasses.dataclass(frozen=True)
 class AgentHello:
-    """The first message of an agent.
+    """The first message of an agent."""
 
-    Attributes:
-        rank: of its task.
-        attempt: for which it was started.
-        host: name of its machine.
-        address: by which other tasks reach it.
-        port: that it holds for its task.
-        facts: versions that must be the same in all tasks, by name.
-    """
-
-    rank: int
-    attempt: int
-    host: str
-    address: str
-    port: int
-    facts: dict[str, str]
+    rank: int  # of its task
+    attempt: int  # for which it was started
+    host: str  # name of its machine
+    address: str  # by which other tasks reach it
+    port: int  # that it holds for its task
+    facts: dict[str, str]  # versions that must be the same in all tasks, by name
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """Look whether directories are shared.
+    """Look whether directories are shared."""
 
-    Attributes:
-        directories: by option.
-        names: of the chief's marker files in them, by option; none: make them, as the chief.
-        chief: name of that task.
-    """
-
-    directories: dict[str, str]
+    directories: dict[str, str]  # by option
+    # The chief's marker files in them, by option; none: make them, as the chief.
     names: dict[str, str | None]
-    chief: str
+    chief: str  # name of that task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,27 +179,17 @@ class Looked:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The setup of a job's task.
+    """The setup of a job's task."""
 
-    Attributes:
-        command: the arguments of `tfmw.launcher.task`: "call", or "script", its path and its flags.
-        options: restarts and time limits.
-        env: environment variables added for the tasks.
-        own_env: the same, of this task only.
-        folder: the caller's working directory; tasks start in it where it exists.
-        live: whether the first task's output is for a terminal or a notebook.
-        columns: width of it.
-        body: the script, for machines that do not have it.
-    """
-
+    # The arguments of `tfmw.launcher.task`: "call", or "script", its path and its flags.
     command: tuple[str, ...]
-    options: RunOptions
-    env: dict[str, str] = dataclasses.field(default_factory=dict)
-    own_env: dict[str, str] = dataclasses.field(default_factory=dict)
-    folder: str = ""
-    live: bool = False
-    columns: int = 120
-    body: bytes = b""
+    options: RunOptions  # restarts and time limits
+    env: dict[str, str] = dataclasses.field(default_factory=dict)  # added for the tasks
+    own_env: dict[str, str] = dataclasses.field(default_factory=dict)  # of this task only
+    folder: str = ""  # the caller's working directory; tasks start in it where it exists
+    live: bool = False  # whether the first task's output is for a terminal or a notebook
+    columns: int = 120  # width of it
+    body: bytes = b""  # the script, for machines that do not have it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +220,7 @@ class StepReached:
     """The largest training step of a task, and its division of the run's time."""
 
     step: int
-    division: tuple[float, ...] = ()
+    division: Division | None = None
 
 
 FromMember = Join | Ready | Ended | RestartRequest | Leaving

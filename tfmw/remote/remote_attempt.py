@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from tfmw.launcher.failure import Failure
@@ -33,66 +33,43 @@ from tfmw.runtime import goodput
 from tfmw.runtime.goodput import Division
 
 
+@dataclasses.dataclass(eq=False)
 class RemoteAttempt:
-    """Collects how the tasks of all machines end.
+    """Collects how the tasks of all machines end."""
 
-    Args:
-        number: of the attempt.
-        machines: numbers of the machines.
-        options: of the run.
-        name: returns a machine's name in failures.
-        now: monotonic seconds.
-        settle_s: seconds to wait for the cause if failures only report a lost task.
-        division: of the run's time until now; (): nothing is known.
+    number: int
+    running: set[int]  # machines whose tasks may run
+    options: RunOptions
+    name: Callable[[int], str]  # of a machine, in failures
+    began: float  # monotonic seconds
+    settle_s: float = 0.0  # to wait for the cause if failures only report a lost task
+    before: Division | None = None  # of the run's time until now; None: nothing is known
 
-    Attributes:
-        running: machines whose tasks may run.
-        reports: of machines whose tasks have ended.
-        step: the largest training step that is known; negative: none.
-        end_at: when the leader must end the tasks that still run.
-        divisions: of the run's time, by machine, as far as they are known.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        machines: Iterable[int],
-        options: RunOptions,
-        name: Callable[[int], str],
-        now: float,
-        settle_s: float = 0.0,
-        division: tuple[float, ...] = (),
-    ) -> None:
-        self.number = number
-        self.running = set(machines)
-        self.reports: dict[int, EndReport] = {}
-        self.step = -1
-        self.end_at = math.inf
-        self.divisions: dict[int, tuple[float, ...]] = {}
-        self.before = division
+    def __post_init__(self) -> None:
+        self.reports: dict[int, EndReport] = {}  # of machines whose tasks have ended
+        self.step = -1  # the largest training step that is known; negative: none
+        self.end_at = math.inf  # when the leader must end the tasks that still run
+        self._divisions: dict[int, Division] = {}  # of the run's time, by machine
         self._failures: list[Failure] = []
         self._succeeded = False
-        self._name = name
-        self._began = now
-        self._settle_s = settle_s
-        self._grace_s = options.leave_s
 
-    def reached(self, machine: int, step: int, division: tuple[float, ...]) -> None:
+    def reached(self, machine: int, step: int, division: Division | None) -> None:
         """A machine's tasks have made a step."""
         self.step = max(self.step, step)
-        if division:
-            self.divisions[machine] = division
+        if division is not None:
+            self._divisions[machine] = division
 
     def _known(self) -> dict[str, Division]:
         """The divisions by name, the one with the most steps first."""
-        found = {self._name(m): Division.of(self.divisions[m]) for m in sorted(self.divisions)}
+        found = {
+            self.name(machine): self._divisions[machine] for machine in sorted(self._divisions)
+        }
         return dict(sorted(found.items(), key=lambda each: -each[1].steps))
 
     @property
-    def division(self) -> tuple[float, ...]:
+    def division(self) -> Division | None:
         """The division of the run's time so far, for the next attempt."""
-        known = self._known().values()
-        return next((d.before_a_restart().values() for d in known), self.before)
+        return next((d.before_a_restart() for d in self._known().values()), self.before)
 
     def goodput(self) -> str | None:
         """A line about the run's time so far."""
@@ -106,7 +83,7 @@ class RemoteAttempt:
         for failure in report.failures:
             self.fail(dataclasses.replace(failure, **about), now)
         if report.preempted:
-            self.end_by(now + self._grace_s)
+            self.end_by(now + self.options.leave_s)
         elif not report.done and not report.failures and not self.must_end(now):
             how = "was ended before it had saved its state"
             self.fail(self.failure(machine, now, how=how), now)
@@ -127,12 +104,12 @@ class RemoteAttempt:
             return
         self._failures.append(failure)
         only_lost = all(known.secondary for known in self._failures)
-        self.end_by(now + (self._settle_s if only_lost else 0.0))
+        self.end_by(now + (self.settle_s if only_lost else 0.0))
 
     def failure(self, machine: int, now: float, **fields: Any) -> Failure:
         """A failure of a machine, from outside of the program unless `fields` says otherwise."""
-        known = {"seconds": now - self._began, "step": self.step, "attempt": self.number}
-        return Failure(self._name(machine), **{**known, "external": True, **fields})
+        known = {"seconds": now - self.began, "step": self.step, "attempt": self.number}
+        return Failure(self.name(machine), **{**known, "external": True, **fields})
 
     def end_by(self, at: float) -> None:
         """The tasks must have ended then."""
@@ -155,7 +132,7 @@ class RemoteAttempt:
             if preempted and only_lost
             else tuple(sorted(self._failures, key=lambda failure: failure.secondary)),
             step=self.step,
-            seconds=now - self._began,
+            seconds=now - self.began,
             preempted=preempted,
             attempt=self.number,
         )

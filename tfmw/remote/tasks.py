@@ -35,31 +35,25 @@ from tfmw.runtime.sockets import reserved_ports
 from tfmw.trackers import RUN_ID
 
 
+@dataclasses.dataclass(eq=False)
 class TasksOfOneMachine:
-    """An attempt's tasks on one machine, driven by the process that leads the attempt.
+    """An attempt's tasks on one machine, driven by the process that leads the attempt."""
 
-    Args:
-        context: of all attempts.
-        env: environment variables that its tasks have instead of those of the run.
-        settle_s: see `Attempt`; 0: the cause may be on another machine.
-    """
+    context: AttemptContext  # of all attempts
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # instead of the run's
+    settle_s: float = 0.0  # see `Attempt`; 0: the cause may be on another machine
 
-    def __init__(
-        self,
-        context: AttemptContext,
-        env: Mapping[str, str] | None = None,
-        settle_s: float = 0.0,
-    ) -> None:
-        self._context = context
-        self._env = env
-        self._settle_s = settle_s
+    def __post_init__(self) -> None:
         self._attempt: Attempt | None = None
         self._ended: Ended | None = None  # by the leader, which `look` is still to report
         self._ports = contextlib.ExitStack()
         self._wanted = 0  # ports, until they are prepared
         self._ready_by = 0.0
         self._preempts = False
-        self._restarts = _Restarts()
+        self.restarts = 0
+        """Restarts of single tasks that the run has used up, as far as this machine knows."""
+        self._requests: list[str] = []  # tasks that the leader is to be asked about
+        self._replies: dict[str, bool | None] = {}  # None: not yet
 
     @property
     def idle(self) -> bool:
@@ -72,14 +66,14 @@ class TasksOfOneMachine:
         return -1 if self._attempt is None else self._attempt.step()
 
     @property
-    def division(self) -> tuple[float, ...]:
-        """How a running task divides the run's time; () if none trains here."""
-        return () if self._attempt is None else _division(self._attempt)
+    def division(self) -> Division | None:
+        """How a running task divides the run's time; None if none trains here."""
+        return None if self._attempt is None else _division(self._attempt)
 
     def prepare(self, count: int) -> None:
         """Begins to get ready for tasks that need `count` ports."""
         self._wanted = count
-        timeout_s = self._context.run.options.start_timeout_s or float("inf")
+        timeout_s = self.context.run.options.start_timeout_s or float("inf")
         self._ready_by = time.monotonic() + timeout_s
 
     def do(self, message: Start | RestartReply | Leave | End) -> None:
@@ -88,15 +82,16 @@ class TasksOfOneMachine:
             case Start():
                 self._start(message)
             case RestartReply():
-                self._restarts.decide(message)
+                self.restarts = message.restarts
+                self._replies[message.task] = message.allowed
             case Leave():  # as soon as they can
                 self._preempts = True
             case End():
                 self._ended = self.end() or self._ended
 
     def _start(self, start: Start) -> None:
-        self._restarts = _Restarts()
-        context = self._context
+        self.restarts, self._requests, self._replies = 0, [], {}
+        context = self.context
         # The tracker's run goes on where another host has the chief.
         run = {} if context.env.get(RUN_ID) or not start.run else {RUN_ID: start.run}
         if start.again:  # each start has a folder of its own
@@ -106,15 +101,30 @@ class TasksOfOneMachine:
             context,
             start.tasks,
             start.attempt,
-            self._restarts,
+            self,
             cluster=start.cluster,
-            settle_s=self._settle_s,
-            env={**run, **(self._env or {})},
-            before={"": Division.of(start.division)} if start.division else {},
+            settle_s=self.settle_s,
+            env={**run, **self.env},
+            before={"": start.division} if start.division else {},
         )
         self._preempts = False
         self._ports.close()  # they were held until now
         self._attempt.start()
+
+    def allows_restart_alone(self, failure: Failure) -> bool | None:
+        """Whether a task that died restarts alone; None while the leader has not replied.
+
+        The leader decides, as it counts the restarts of all machines; it is asked once each time.
+        """
+        if failure.usage:
+            return False
+        if failure.task not in self._replies:
+            self._replies[failure.task] = None
+            self._requests.append(failure.task)
+        reply = self._replies[failure.task]
+        if reply is not None:
+            del self._replies[failure.task]  # it may die again
+        return reply
 
     def end(self) -> Ended | None:
         """Ends the tasks at once; returns how they ended, if any ran."""
@@ -141,9 +151,10 @@ class TasksOfOneMachine:
                 self._preempts = False
             if attempt.poll(wait_s):
                 return self.end()
-            task = self._restarts.next_request()
-            return None if task is None else RestartRequest(attempt.number, task)
-        spawner = self._context.spawner
+            if not self._requests:
+                return None
+            return RestartRequest(attempt.number, self._requests.pop(0))
+        spawner = self.context.spawner
         if not self._wanted or not (spawner.is_ready(wait_s) or time.monotonic() > self._ready_by):
             return None
         spawner.wait([], 0.0)  # a fork server that is too late is left out
@@ -155,40 +166,6 @@ class TasksOfOneMachine:
         """Ends everything."""
         self.end()
         self._ports.close()
-
-
-class _Restarts:
-    """Restarts of single tasks of this host: the leader decides, as it counts those of all hosts.
-
-    Attributes:
-        restarts: how many the run has used up, as far as this host knows.
-    """
-
-    def __init__(self) -> None:
-        self.restarts = 0
-        self._requests: list[str] = []  # tasks that the leader is to be asked about
-        self._replies: dict[str, bool | None] = {}  # None: not yet
-
-    def allows_restart_alone(self, failure: Failure) -> bool | None:
-        """Whether a task that died restarts alone; None while the leader has not replied."""
-        if failure.usage:
-            return False
-        if failure.task not in self._replies:
-            self._replies[failure.task] = None
-            self._requests.append(failure.task)
-        reply = self._replies[failure.task]
-        if reply is not None:
-            del self._replies[failure.task]  # it may die again
-        return reply
-
-    def next_request(self) -> str | None:
-        """A task that the leader is to be asked about, once each."""
-        return self._requests.pop(0) if self._requests else None
-
-    def decide(self, reply: RestartReply) -> None:
-        """The leader's reply."""
-        self.restarts = reply.restarts
-        self._replies[reply.task] = reply.allowed
 
 
 def report_of(attempt: Attempt) -> EndReport:
@@ -209,9 +186,7 @@ def report_of(attempt: Attempt) -> EndReport:
     )
 
 
-def _division(attempt: Attempt) -> tuple[float, ...]:
-    """How the first task that trains divides the run's time; () if none does here."""
+def _division(attempt: Attempt) -> Division | None:
+    """How the first task that trains divides the run's time; None if none does here."""
     first = next(iter(divisions(attempt.tasks).values()), None)
-    if first is None:
-        return ()
-    return (first.until(time.time(), OTHER) if attempt.done() else first).values()
+    return first and (first.until(time.time(), OTHER) if attempt.done() else first)

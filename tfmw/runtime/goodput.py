@@ -13,10 +13,10 @@ innermost phase of the thread that trains. Times are those of the day, which hos
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 PARTS = (
     "steps",
@@ -37,7 +37,8 @@ _SHOWN_S = 0.05  # a part that took less is not shown
 _WAITS_LONGER = 0.01  # of the run: by so much a worker must have waited longer to be named
 
 
-class Division(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Division:
     """The division at one moment; all of its values are floats.
 
     Args:
@@ -56,11 +57,11 @@ class Division(NamedTuple):
 
     def before_a_restart(self) -> Division:
         """The division with which the next attempt begins."""
-        return self._replace(part=RESTARTS)
+        return dataclasses.replace(self, part=RESTARTS)
 
     def values(self) -> tuple[float, ...]:
-        """All values in one tuple, for messages."""
-        return (*self.seconds, *self[1:])
+        """All values in one tuple, for progress files."""
+        return (*self.seconds, self.at, self.part, self.steps, self.measured)
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Division:
@@ -72,7 +73,7 @@ class Division(NamedTuple):
         part = int(self.part) if part is None else part
         seconds = list(self.seconds)
         seconds[part] += max(0.0, at - self.at) if self.at else 0.0
-        return self._replace(seconds=tuple(seconds), at=at)
+        return dataclasses.replace(self, seconds=tuple(seconds), at=at)
 
     def by_part(self) -> dict[str, float]:
         """Seconds of each part; without "data" if that was not measured."""
