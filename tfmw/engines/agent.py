@@ -275,13 +275,7 @@ def unpack(archive: bytes, folder: Path) -> str:
 
 
 def main(folder: Path, rank: int, host: str | None) -> None:
-    """Runs a task of a job whose controller has left `contact.json` and the call in a folder.
-
-    Args:
-        folder: of the job, which all hosts see.
-        rank: of the task.
-        host: this machine's name in messages.
-    """
+    """Runs a task of a job whose controller has left `contact.json` and the call in a folder."""
     try:
         contact = built(Contact, json.loads(own_files.read(folder, CONTACT)))
     except OSError as error:

@@ -33,38 +33,26 @@ TIMING = Timing(beat_s=2.0, silence_s=20.0, hello_s=10.0)
 
 @dataclasses.dataclass(frozen=True)
 class JobSpec:
-    """A job, for the controller; the call itself travels as the payload.
+    """A job, for the controller; the call itself travels as the payload."""
 
-    Args:
-        setup: of each task.
-        workers: the least and the largest number of tasks.
-        facts: versions that must be the same in every task, by name.
-        directories: that every task must see, by the name of the argument.
-        token: proves to the controller that a task belongs to the job.
-    """
-
-    setup: Setup
-    workers: tuple[int, int]
+    setup: Setup  # of each task
+    workers: tuple[int, int]  # the least and the largest number of tasks
+    # Versions that must be the same in every task, by name.
     facts: Mapping[str, str] = dataclasses.field(default_factory=common_versions)
+    # Those that every task must see, by the name of the argument.
     directories: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Proves to the controller that a task belongs to the job.
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(32))
 
 
 @dataclasses.dataclass(frozen=True)
 class Contact:
-    """How a task reaches the controller.
+    """How a task reaches the controller."""
 
-    Args:
-        hosts: names or addresses of the controller's machine, the likeliest first.
-        port: of the controller.
-        token: of the job.
-        attempt: number of the attempt that the task is started for.
-    """
-
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # names or addresses of its machine, the likeliest first
     port: int
-    token: str
-    attempt: int
+    token: str  # of the job
+    attempt: int  # number of the attempt that the task is started for
 
 
 class Tasks(abc.ABC):

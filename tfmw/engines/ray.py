@@ -303,20 +303,15 @@ class _TaskActor:
         )
 
 
+@dataclasses.dataclass(eq=False)
 class RayTasks(Tasks):
-    """Actors in a placement group.
+    """Actors in a placement group."""
 
-    Args:
-        engine: its settings.
-        payload: references of the packed call's parts in the object store.
-    """
+    engine: Ray
+    payload: list[Any]  # references of the packed call's parts in the object store
 
-    def __init__(self, engine: Ray, payload: list[Any]) -> None:
-        import ray
-
-        self._ray = ray
-        self._engine = engine
-        self._payload = payload
+    def __post_init__(self) -> None:
+        self._ray = library("ray")
         self._group: Any = None
         self._wanted = 0
         self._since = 0.0
@@ -340,14 +335,13 @@ class RayTasks(Tasks):
 
     def room(self, most: int) -> int:
         """As many as all nodes that are alive have resources for, whoever uses them now."""
-        need = {name: value for name, value in self._engine.needs().items() if value}
+        need = {name: value for name, value in self.engine.needs().items() if value}
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         fits = (min(int(node.get(name, 0) // n) for name, n in need.items()) for node in alive)
         return min(most, sum(fits)) if need else most
 
     def start(self, count: int, contact: Contact) -> None:
-        ray, engine = self._ray, self._engine
-        need = engine.needs()
+        ray, need = self._ray, self.engine.needs()
         actor: Any = ray.remote(_TaskActor)
         for rank in range(count):
             options = {
@@ -362,7 +356,7 @@ class RayTasks(Tasks):
                 ),
             }
             self._actors.append(actor.options(**options).remote())
-            self._runs.append(self._actors[-1].run.remote(contact, rank, self._payload))
+            self._runs.append(self._actors[-1].run.remote(contact, rank, self.payload))
 
     def lost(self) -> dict[int, str]:
         found = {}
@@ -397,7 +391,7 @@ class RayTasks(Tasks):
     def _ask(self, count: int) -> None:
         self._wanted, self._since = count, time.monotonic()
         self._group = self._ray.util.placement_group(
-            [self._engine.needs()] * count, strategy=self._engine.strategy
+            [self.engine.needs()] * count, strategy=self.engine.strategy
         )
 
     def _remove_group(self) -> None:

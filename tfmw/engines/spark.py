@@ -78,27 +78,24 @@ class Spark(Engine):
         return f"job spark:{number} in the Spark application {context.applicationId}{at}"
 
 
+@dataclasses.dataclass(eq=False)
 class SparkTasks(Tasks):
-    """One barrier stage for each attempt.
+    """One barrier stage for each attempt."""
 
-    Args:
-        context: the SparkContext.
-        payload: the packed call.
-        group: name of the group of Spark's jobs.
-    """
+    context: Any  # the SparkContext
+    payload: dataclasses.InitVar[Payload]
+    group: str  # name of the group of Spark's jobs
 
-    def __init__(self, context: Any, payload: Payload, group: str) -> None:
-        self._context = context
+    def __post_init__(self, payload: Payload) -> None:
         whole = io.BytesIO()
         call.write(payload, whole)
-        self._payload = context.broadcast(whole.getvalue())
-        self._group = group
+        self._payload = self.context.broadcast(whole.getvalue())
         self._stage: threading.Thread | None = None
         self._count = 0
         self._why = ""
 
     def hosts(self) -> tuple[str, ...]:
-        return (self._context.getConf().get("spark.driver.host"),)
+        return (self.context.getConf().get("spark.driver.host"),)
 
     def start(self, count: int, contact: Contact) -> None:
         self._count, self._why = count, "its barrier stage has ended"
@@ -106,8 +103,8 @@ class SparkTasks(Tasks):
         self._stage.start()
 
     def _run(self, count: int, contact: Contact) -> None:
-        context = self._context
-        context.setJobGroup(self._group, f"tfmw, attempt {contact.attempt}", interruptOnCancel=True)
+        context = self.context
+        context.setJobGroup(self.group, f"tfmw, attempt {contact.attempt}", interruptOnCancel=True)
         rows = context.parallelize(range(count), count).barrier()
         try:
             rows.mapPartitions(functools.partial(_run_partition, contact, self._payload)).collect()
@@ -127,7 +124,7 @@ class SparkTasks(Tasks):
             return
         self._stage.join(2.0)
         if self._stage.is_alive():
-            self._context.cancelJobGroup(self._group)
+            self.context.cancelJobGroup(self.group)
             self._stage.join(_END_S)
         self._stage = None
 

@@ -19,27 +19,16 @@ SILENCE_S = 3.0
 
 @dataclasses.dataclass(frozen=True)
 class HostSettings:
-    """Settings that all hosts of a run share.
+    """Settings that all hosts of a run share."""
 
-    Args:
-        hosts: names or addresses of all supervisors, the same everywhere; "host:port" in a run.
-        workers_per_host: tasks that train, on each host.
-        min_hosts: how few hosts may train; None: all of them.
-        rejoin_timeout_s: seconds to wait for hosts that are not there.
-        options: restarts and time limits.
-        facts: further settings that all hosts must share, by name.
-        ps: number of parameter servers, on all hosts together.
-        evaluator: whether the host that leads has an evaluator.
-    """
-
-    hosts: tuple[str, ...]
-    workers_per_host: int = 1
-    min_hosts: int | None = None
-    rejoin_timeout_s: float = 30.0
-    options: RunOptions = dataclasses.field(default_factory=RunOptions)
-    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ps: int = 0
-    evaluator: bool = False
+    hosts: tuple[str, ...]  # names or addresses, the same everywhere; "host:port" in a run
+    workers_per_host: int = 1  # tasks that train, on each host
+    min_hosts: int | None = None  # how few hosts may train; None: all of them
+    rejoin_timeout_s: float = 30.0  # to wait for hosts that are not there
+    options: RunOptions = dataclasses.field(default_factory=RunOptions)  # restarts, time limits
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # further settings, by name
+    ps: int = 0  # number of parameter servers, on all hosts together
+    evaluator: bool = False  # whether the host that leads has an evaluator
 
     @property
     def least_hosts(self) -> int:

@@ -58,13 +58,7 @@ class Forged(TfmwError):
 
 
 def session_key(token: bytes, nonce: bytes, other_nonce: bytes) -> bytes:
-    """The key of one connection.
-
-    Args:
-        token: the secret of all processes of the run.
-        nonce: of the side that was connected to.
-        other_nonce: of the side that has connected.
-    """
+    """The key of one connection; `nonce` is of the side that was connected to."""
     return hmac.digest(token, b"tfmw hosts 1 " + nonce + other_nonce, "sha256")
 
 
@@ -99,17 +93,11 @@ class Frames:
 
 
 class Timing(NamedTuple):
-    """Time limits of connections.
+    """Time limits of connections, in seconds."""
 
-    Attributes:
-        beat_s: seconds between two signs of life.
-        silence_s: seconds of silence after which a connection is lost.
-        hello_s: seconds in which a new connection must prove the token.
-    """
-
-    beat_s: float
-    silence_s: float
-    hello_s: float
+    beat_s: float  # between two signs of life
+    silence_s: float  # of silence after which a connection is lost
+    hello_s: float  # in which a new connection must prove the token
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -206,21 +194,14 @@ class _Link:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Links:
-    """All connections of one process.
+    """All connections of one process."""
 
-    Args:
-        token: the secret of all processes of the run.
-        post: called, in a thread of its own, with (name of the event, its arguments...).
-        timing: time limits.
-        listener: a listening socket, for members; closed at the end.
-        welcome: returns, for the hello of a member, the name that it has from then on, or raises
-            ValueError. An earlier connection of that name is closed.
-    """
-
-    token: bytes
-    post: Post
+    token: bytes  # the secret of all processes of the run
+    post: Post  # called, in a thread of its own, with (name of the event, its arguments...)
     timing: Timing
-    listener: socket.socket | None = None
+    listener: socket.socket | None = None  # for members; closed at the end
+    # Returns, for the hello of a member, the name that it has from then on, or raises ValueError.
+    # An earlier connection of that name is closed.
     welcome: Callable[[Message], Hashable] = hash
 
     def __post_init__(self) -> None:
