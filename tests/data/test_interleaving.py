@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tfmw import data
 from tfmw.cluster.group import Group
-from tfmw.data.record_files import InterleaveOrder
+from tfmw.data.record_files import interleave_order
 
 
 @given(
@@ -33,9 +33,8 @@ def test_the_order_of_interleaved_datasets(
         *(cycle_length, block_length, calls),
         deterministic=None if calls is None else True,
     )
-    order = InterleaveOrder(lengths, cycle_length, block_length)
-    assert order.length == sum(lengths)
-    found = np.stack(order.at(np.arange(order.length)), axis=1).tolist()
+    order = interleave_order(lengths, cycle_length, block_length)
+    found = np.stack(order(np.arange(sum(lengths))), axis=1).tolist()
     assert found == [[int(piece), int(place)] for piece, place in theirs]
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.helpers.cases import every
 from tfmw import data
 from tfmw.data import seek as seek_module
+from tfmw.data.order import reshuffles_of
 from tfmw.data.seek import seek
 from tfmw.keras_compat import datasets
 from tfmw.keras_compat.shuffles import ShuffleOrder, ShuffleSeeds, has_known_order, pair_of_pass
@@ -181,13 +182,13 @@ def test_files_from_a_record_on(
         return elements.map(number).batch(2).map(lambda x: x[-1])
 
     skipped: list[tf.data.Dataset] = []
-    skip = seek_module._Plan._skipped
+    skip = seek_module._skipped
 
-    def noted(plan: Any) -> None:
-        skipped.append(plan.node)
-        skip(plan)
+    def noted(node: tf.data.Dataset, position: int) -> tf.data.Dataset:
+        skipped.append(node)
+        return skip(node, position)
 
-    monkeypatch.setattr(seek_module._Plan, "_skipped", noted)
+    monkeypatch.setattr(seek_module, "_skipped", noted)
     length = sum(1 for _ in pipeline())
     for position in (1, length // 2, length - 1):
         found = _passes(pipeline(), position, True)
@@ -231,6 +232,16 @@ def test_the_log_says_how_long_elements_are_read_again(
     # Another pass over these would call the user's function, or advance a shuffle.
     said = "" if name in ("generator", "shuffle below") else r", in about \d+ s"
     assert re.fullmatch(rf"the position in the data is 17 elements .* and dropped{said}", line)
+
+
+def test_two_passes_over_one_shuffle_are_those_of_an_uninterrupted_run() -> None:
+    shuffled = tf.data.Dataset.range(20).shuffle(4, seed=5)
+    zipped = tf.data.Dataset.zip((shuffled, shuffled))
+    reshuffles = reshuffles_of(zipped)
+    whole = [(int(a), int(b)) for a, b in zipped]
+    rest = seek(zipped, 3, reshuffles)
+    reshuffles.begin([0] * len(reshuffles))
+    assert [(int(a), int(b)) for a, b in rest] == whole[3:]
 
 
 def test_the_place_of_a_shuffle_is_read_without_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

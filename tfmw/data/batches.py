@@ -238,8 +238,7 @@ def global_batch_size(dataset: tf.data.Dataset) -> int | None:
     """The size of all batches but the last, if the pipeline has a constant one."""
     node = beneath(dataset, rebuilding.MOVES)
     if isinstance(node, datasets.Batch):
-        arguments = datasets.batch_arguments(node)
-        return None if arguments is None else arguments[0]
+        return datasets.batch_arguments(node)[0]
     return static_batch_size(spec_of(dataset))
 
 

@@ -8,8 +8,6 @@ samples = tfmw.data.from_tars(files, index_dir="index")        # {"jpg": bytes, 
 rows = tfmw.data.from_parquet("part-*.parquet", columns=["x", "y"])
 train = rows.map(lambda row: (row["x"], row["y"])).shuffle(10_000).batch(64)
 
-records = FileRecords.of(files.interleave(tf.data.TFRecordDataset), Order(index_dir="index"))
-
 A pipeline that joins the records of files has an order that its files determine: that of `flat_map`
 or `interleave` over the names, which a shuffle may have moved. With an index of each file, a
 position in the pipeline is a record in a file, and a resumed run reads the records that are left.
@@ -22,17 +20,16 @@ import glob
 import logging
 import os
 import subprocess
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfmw.data import record_index
-from tfmw.data.batches import steps_in, without_autograph
-from tfmw.data.by_index import from_index, stacked
+from tfmw.data.batches import steps_in
+from tfmw.data.by_index import Rows, from_index, stacked
 from tfmw.data.values import INFINITE, Order
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets, rebuilding
@@ -41,7 +38,6 @@ from tfmw.keras_compat.shuffles import ShuffleOrder
 
 logger = logging.getLogger("tfmw")
 
-_TOGETHER = 256  # records of one call of Python
 _MANY_FILES = 1_000_000
 _GROUPS = 8  # decoded row groups of parquet files that are kept
 
@@ -137,8 +133,6 @@ class Records:
         self.counts = [len(index) for index in self._index]
         self._ends: np.ndarray = np.cumsum(self.counts)
         self._opened: dict[int, int] = {}
-        self._lock = threading.Lock()
-        weakref.finalize(self, _close, self._opened)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -149,22 +143,18 @@ class Records:
         begin, end = map(int, index[number - int(self._ends[file]) + len(index)])
         return os.pread(self._descriptor(file), end - begin, begin)
 
-    def many(self, numbers: np.ndarray) -> np.ndarray:
-        """int64 [n] -> object [n], the bytes of these records."""
+    def columns_at(self, numbers: Sequence[int]) -> np.ndarray:
+        """The bytes of these records: object [n]."""
         found: np.ndarray = np.empty(len(numbers), object)
-        found[:] = [self[number] for number in numbers.tolist()]
+        found[:] = [self[number] for number in numbers]
         return found
 
     def _descriptor(self, file: int) -> int:
-        with self._lock:
-            if file not in self._opened:
-                self._opened[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
-            return self._opened[file]
-
-
-def _close(opened: dict[int, int]) -> None:
-    for descriptor in opened.values():
-        os.close(descriptor)
+        opened = self._opened.get(file)
+        if opened is None:  # two threads may both open it
+            opened = self._opened[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, opened)
+        return opened
 
 
 def from_parquet(
@@ -245,12 +235,7 @@ def _rows(name: str, column: Any) -> np.ndarray:
 
 
 class FileRecords:
-    """The records of a pipeline over files.
-
-    Attributes:
-        length: number of records of a pass.
-        shuffle: of the elements with the files' names; None if they have one order.
-    """
+    """The records of a pipeline over files."""
 
     def __init__(
         self,
@@ -260,16 +245,17 @@ class FileRecords:
         order: Order,
     ):
         paths = [path for of_element in files for path in of_element]
-        self._reader = reader
-        self._records = Records(paths, reader.kind, order.index_dir)
-        self._cycle_length = reader.cycle_length or order.cycle_length(reader.calls)
+        records = Records(paths, reader.kind, order.index_dir)
+        self.rows = Rows(records.columns_at, tf.TensorSpec([], tf.string), in_threads=True)
+        self.maps = reader.maps
+        self.shuffle = shuffle  # of the elements with the files' names
+        self._turns = reader.cycle_length or order.cycle_length(reader.calls), reader.block_length
         # Of each element: its first record, and their number.
         ends = np.cumsum([len(of_element) for of_element in files])
-        counts = np.concatenate([[0], np.cumsum(self._records.counts)])
+        counts = np.concatenate([[0], np.cumsum(records.counts)])
         begins = counts[np.concatenate([[0], ends[:-1]])]
         self._begins = np.minimum(begins + reader.skip, counts[ends])
         self._counts = counts[ends] - self._begins
-        self.shuffle = shuffle
         self.length = int(self._counts.sum())
 
     @classmethod
@@ -283,44 +269,19 @@ class FileRecords:
             return None
 
     def numbers(self, seeds: Sequence[int] | None) -> Callable[[np.ndarray], np.ndarray]:
-        """A function of positions in the pipeline -> numbers of records, of one pass.
-
-        Args:
-            seeds: of this pass of `shuffle`.
-        """
+        """A function of positions in a pass -> numbers of records; `seeds` are of `shuffle`."""
         elements: np.ndarray = np.arange(len(self._counts))
         if self.shuffle is not None and seeds is not None:
             buffer_size = datasets.buffer_size_of(self.shuffle)
             blocks = ShuffleOrder(buffer_size, len(elements), seeds).blocks(0)
             elements = np.concatenate(list(blocks))
-        block_length = self._reader.block_length
-        order = InterleaveOrder(self._counts[elements], self._cycle_length, block_length)
+        order = interleave_order(self._counts[elements], *self._turns)
 
         def numbers(positions: np.ndarray) -> np.ndarray:
-            pieces, places = order.at(positions)
+            pieces, places = order(positions)
             return self._begins[elements[pieces]] + places
 
         return numbers
-
-    def elements(self, blocks: Callable[[], Iterator[np.ndarray]], count: int) -> tf.data.Dataset:
-        """The pipeline's elements for these numbers of records, of which there are `count`."""
-
-        def numbers() -> Iterator[np.ndarray]:
-            for block in blocks():
-                yield from np.split(block, range(_TOGETHER, len(block), _TOGETHER))
-
-        def read(chosen: tf.Tensor) -> tf.Tensor:
-            records = tf.numpy_function(self._records.many, [chosen], tf.string, stateful=False)
-            return tf.ensure_shape(records, [None])
-
-        spec = tf.TensorSpec([None], tf.int64)
-        records = tf.data.Dataset.from_generator(numbers, output_signature=spec).map(
-            without_autograph(read), num_parallel_calls=2, deterministic=True
-        )
-        elements = records.unbatch().apply(tf.data.experimental.assert_cardinality(count))
-        for function in self._reader.maps:
-            elements = rebuilding.rebuilt(function, elements)
-        return elements
 
 
 def _files_of(
@@ -358,42 +319,9 @@ def index_in_background(dataset: tf.data.Dataset, index_dir: str) -> list[subpro
     return [process for process in started if process is not None]
 
 
-class Sources:
-    """The `FileRecords` of a pipeline's nodes, each of them made once."""
-
-    def __init__(self, order: Order):
-        self._of = functools.cache(functools.partial(FileRecords.of, order=order))
-
-    def __getitem__(self, node: tf.data.Dataset) -> FileRecords | None:
-        return self._of(node)
-
-    def length(self, node: tf.data.Dataset) -> int | None:
-        """`steps_in`, with the lengths of pipelines over files."""
-        chain = []
-        while (length := steps_in(node)) is None:
-            if (records := self[node]) is not None:
-                length = records.length
-                break
-            known = (*rebuilding.REBUILDABLE, *datasets.PaddedBatch)
-            if not (isinstance(node, known) or datasets.is_memory_cache(node)):
-                return None
-            chain.append(node)
-            node = datasets.dataset_inputs(node)[0]
-        if not chain or length == INFINITE:
-            return length
-        others = tf.data.Dataset.range(length)  # as many elements, whatever they are
-        for above in reversed(chain):
-            if isinstance(above, (*datasets.Batch, *datasets.PaddedBatch)):
-                arguments = datasets.batch_arguments(above)
-                if arguments is None:
-                    return None
-                others = others.batch(*arguments)
-            elif isinstance(above, (*datasets.Take, *datasets.Skip, *datasets.Repeat)):
-                others = rebuilding.rebuilt(above, others)
-        return steps_in(others)
-
-
-class InterleaveOrder:
+def interleave_order(
+    lengths: Sequence[int], cycle_length: int, block_length: int
+) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """The order of tf.data's interleave, computed for any positions of one pass.
 
     It reads `cycle_length` datasets in turns, `block_length` elements in each
@@ -401,68 +329,58 @@ class InterleaveOrder:
     its place to the next one of the input, which is read in the next turn of that place. Between
     two ends the order is regular, so it is kept as one segment.
 
-        order = InterleaveOrder([10, 7, 12], cycle_length=2, block_length=1)
-        pieces, places = order.at(np.arange(20, 29))
-
-    Args:
-        lengths: of each dataset.
-        cycle_length: number of datasets that are read in turns.
-        block_length: number of elements of a turn.
+    Returns:
+        A function: int64 [n] positions -> (int64 [n], their datasets; int64 [n], positions in
+        those).
     """
+    left = [int(length) for length in lengths]  # of each dataset, the elements that are not read
+    begins: list[int] = []  # of each segment, its first position
+    slots: list[int] = []  # and its first place in the two lists below
+    datasets_read: list[int] = []  # the datasets that are read in turns
+    read_before: list[int] = []  # how many of their elements were read before
+    end = 0
 
-    def __init__(self, lengths: Sequence[int], cycle_length: int, block_length: int):
-        self._block = block_length
-        self._begins: list[int] = []  # of each segment, its first position
-        self._slots: list[int] = []  # and its first place in the two lists below
-        self._piece: list[int] = []  # the datasets that are read in turns
-        self._read: list[int] = []  # how many of their elements were read before
-        self.length = 0
-        self._run([int(length) for length in lengths], cycle_length)
-        self._arrays = [
-            np.array(values, np.int64)
-            for values in (self._begins, [*self._slots, len(self._piece)], self._piece, self._read)
-        ]
-
-    def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [n] positions -> (int64 [n], their datasets; int64 [n], positions in those)."""
-        begins, slots, piece, read = self._arrays
-        segment = np.searchsorted(begins, positions, side="right") - 1
-        offset = positions - begins[segment]
-        first = slots[segment]
-        turn, place = np.divmod(offset, self._block)
-        around, slot = np.divmod(turn, slots[segment + 1] - first)
-        chosen = first + slot
-        return piece[chosen], read[chosen] + around * self._block + place
-
-    def _run(self, lengths: list[int], cycle_length: int) -> None:
-        places: list[int | None] = [None] * cycle_length
-        read = [0] * len(lengths)
-        place = opened = 0
-        while opened < len(lengths) or any(piece is not None for piece in places):
-            turns = [*places[place:], *places[:place]]
-            pieces = [piece for piece in turns if piece is not None]
-            if len(pieces) == cycle_length or (pieces and opened == len(lengths)):
-                around = min((lengths[piece] - read[piece]) // self._block for piece in pieces)
-                if around:
-                    self._segment(pieces, read, around * self._block)
-            piece = places[place]
-            if piece is None and opened < len(lengths):
-                piece = places[place] = opened
-                opened += 1
-            if piece is not None:
-                count = min(self._block, lengths[piece] - read[piece])
-                if count:
-                    self._segment([piece], read, count)
-                if count < self._block:
-                    places[place] = None
-            place = (place + 1) % cycle_length
-
-    def _segment(self, pieces: list[int], read: list[int], count: int) -> None:
+    def read(pieces: list[int], count: int) -> None:
         """Reads `count` elements of each of these datasets, in turns."""
-        self._begins.append(self.length)
-        self._slots.append(len(self._piece))
-        self._piece.extend(pieces)
-        self._read.extend(read[piece] for piece in pieces)
+        nonlocal end
+        begins.append(end)
+        slots.append(len(datasets_read))
+        datasets_read.extend(pieces)
+        read_before.extend(int(lengths[piece]) - left[piece] for piece in pieces)
+        end += count * len(pieces)
         for piece in pieces:
-            read[piece] += count
-        self.length += count * len(pieces)
+            left[piece] -= count
+
+    places: list[int | None] = [None] * cycle_length
+    place = opened = 0
+    while opened < len(left) or any(piece is not None for piece in places):
+        pieces = [piece for piece in [*places[place:], *places[:place]] if piece is not None]
+        if len(pieces) == cycle_length or (pieces and opened == len(left)):
+            around = min(left[piece] // block_length for piece in pieces)
+            if around:
+                read(pieces, around * block_length)
+        piece = places[place]
+        if piece is None and opened < len(left):
+            piece = places[place] = opened
+            opened += 1
+        if piece is not None:
+            count = min(block_length, left[piece])
+            if count:
+                read([piece], count)
+            if count < block_length:
+                places[place] = None
+        place = (place + 1) % cycle_length
+
+    slots.append(len(datasets_read))
+    of_segment, first_slot, chosen, before = (
+        np.array(values, np.int64) for values in (begins, slots, datasets_read, read_before)
+    )
+
+    def at(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        segment = np.searchsorted(of_segment, positions, side="right") - 1
+        turn, place = np.divmod(positions - of_segment[segment], block_length)
+        around, slot = np.divmod(turn, first_slot[segment + 1] - first_slot[segment])
+        number = first_slot[segment] + slot
+        return chosen[number], before[number] + around * block_length + place
+
+    return at

@@ -15,8 +15,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -24,7 +23,7 @@ import tensorflow as tf
 from tfmw.data.batches import beneath, deterministic, input_of, steps_in, without_autograph
 from tfmw.data.by_index import element_at, has_index, peeled
 from tfmw.data.order import ordered
-from tfmw.data.record_files import FileRecords, Sources
+from tfmw.data.record_files import FileRecords
 from tfmw.data.reshuffles import Reshuffles, small_of
 from tfmw.data.values import INFINITE, Order
 from tfmw.keras_compat import datasets, rebuilding, shuffles
@@ -32,7 +31,10 @@ from tfmw.keras_compat.shuffles import ShuffleSeeds
 
 logger = logging.getLogger("tfmw")
 
+_Steps = Generator[tuple[tf.data.Dataset, int], tf.data.Dataset, tf.data.Dataset]
+
 _BLOCK = 1 << 17  # indices that are computed together
+_TOGETHER = 256  # records of one call of Python
 _MANY = 1_000_000  # skipped elements that take seconds
 _PROBED, _PROBE_S = 1000, 0.2  # elements, and seconds that tell how long others take
 
@@ -51,19 +53,11 @@ def seek(
         reshuffles: of `dataset`; they learn of passes that are not read.
         order: of `dataset`.
     """
-    plans: list[_Plan] = []
-    todo = [_Plan(dataset, position, Sources(order or Order()))]
-    while todo:
-        plan = todo.pop()
-        plans.append(plan)
-        if plan.position:
-            plan.choose()
-        todo.extend(plan.inputs)
-    for plan in reversed(plans):  # inputs come after what reads them
-        plan.build()
+    rest = _Rest(order or Order())
+    result = rest.of(dataset, position)
     if reshuffles is not None:  # whole passes, of a `repeat`, before the one that is computed
-        reshuffles.starts = [start for plan in plans for start in plan.starts]
-    return plans[0].result
+        reshuffles.starts = rest.starts
+    return result
 
 
 def ordered_from(
@@ -109,172 +103,201 @@ class PassStart:
         return shuffles.pair_of_pass(seeds, number or 0, again)
 
 
-class _Plan:
-    """The replacement of a node, without its first `position` elements.
+class _Rest:
+    """Pipelines from some element on; `starts` are the passes that they do not read."""
 
-    Attributes:
-        inputs: plans of what the result reads.
-        starts: passes that are not read.
-        result: after `build`.
-    """
-
-    def __init__(self, node: tf.data.Dataset, position: int, sources: Sources):
-        self.node, self.position, self._sources = node, position, sources
-        self.inputs: list[_Plan] = []
+    def __init__(self, order: Order):
         self.starts: list[PassStart] = []
-        self.result = node
-        self._rebuild: Callable[..., tf.data.Dataset] | None = None
+        self._records = functools.cache(functools.partial(FileRecords.of, order=order))
 
-    def build(self) -> None:
-        """Sets `result`, after those of the inputs."""
-        if self._rebuild is not None:
-            self.result = self._rebuild(*(plan.result for plan in self.inputs))
+    def of(self, dataset: tf.data.Dataset, position: int) -> tf.data.Dataset:
+        """The elements from `position` on: runs `_steps` for a node and for what it reads."""
+        result = None
+        running = [self._steps(dataset, position)]
+        while running:
+            try:
+                below = running[-1].send(result)
+            except StopIteration as end:
+                running.pop()
+                result = end.value
+            else:
+                running.append(self._steps(*below))
+                result = None
+        return result
 
-    def _of(self, rebuild: Callable[..., tf.data.Dataset], *inputs: Any) -> None:
-        """The result is `rebuild` of the (node, position) of each input."""
-        self._rebuild = rebuild
-        self.inputs = [_Plan(below, position, self._sources) for below, position in inputs]
-
-    def choose(self) -> None:
-        """Decides on the node's inputs."""
-        node, position = self.node, self.position
+    def _steps(self, node: tf.data.Dataset, position: int) -> _Steps:
+        """Yields (input, position in it), receives that input's rest; returns the node's rest."""
+        if not position:
+            return node
         length = steps_in(node)
         if length not in (None, INFINITE) and position >= length:
-            self._of(lambda: node.skip(position))  # shuffles in it begin a pass all the same
-        elif isinstance(node, (*datasets.Same, *datasets.Map)) and datasets.is_pure(node):
-            self._of(lambda below: rebuilding.rebuilt(node, below), (input_of(node), position))
-        elif isinstance(node, (*datasets.Batch, *datasets.PaddedBatch)) and (
-            arguments := datasets.batch_arguments(node)
-        ):
-            below = (input_of(node), position * arguments[0])
-            self._of(lambda source: rebuilding.rebuilt(node, source), below)
-        elif isinstance(node, datasets.Take):
+            return node.skip(position)  # shuffles in it begin a pass all the same
+        if isinstance(node, (*datasets.Same, *datasets.Map)) and datasets.is_pure(node):
+            return rebuilding.rebuilt(node, (yield input_of(node), position))
+        if isinstance(node, (*datasets.Batch, *datasets.PaddedBatch)):
+            size, _ = datasets.batch_arguments(node)
+            return rebuilding.rebuilt(node, (yield input_of(node), position * size))
+        if isinstance(node, datasets.Take):
             count = datasets.count_of(node)
-            rest = max(count - position, 0) if count >= 0 else -1
-            self._of(lambda below: below.take(rest), (input_of(node), position))
-        elif isinstance(node, datasets.Skip):
-            self._of(lambda below: below, (input_of(node), position + datasets.count_of(node)))
-        elif isinstance(node, datasets.ShardNode):
+            below = yield input_of(node), position
+            return below.take(max(count - position, 0) if count >= 0 else -1)
+        if isinstance(node, datasets.Skip):
+            return (yield input_of(node), position + datasets.count_of(node))
+        if isinstance(node, datasets.ShardNode):
             shards, index = datasets.shard_arguments(node)
-            below = (input_of(node), position * shards)
-            self._of(lambda source: source.shard(shards, index), below)
-        elif isinstance(node, datasets.Zip):
-            inputs = [(each, position) for each in datasets.dataset_inputs(node)]
-            self._of(lambda *parts: datasets.zipped(node, parts), *inputs)
-        elif datasets.is_memory_cache(node) and _shuffles_below(node) == []:
-            self._of(lambda below: below, (input_of(node), position))
-        elif not (self._joined() or self._repeated() or self._source() or self._computed()):
-            self._skipped()
+            return (yield input_of(node), position * shards).shard(shards, index)
+        if isinstance(node, datasets.Zip):
+            parts = []
+            for each in datasets.dataset_inputs(node):
+                parts.append((yield each, position))
+            return datasets.zipped(node, parts)
+        if datasets.is_memory_cache(node) and _shuffles_below(node) == []:
+            return (yield input_of(node), position)
+        if isinstance(node, datasets.Concatenate):
+            first, second = datasets.dataset_inputs(node)
+            length = self._length(first)
+            if length not in (None, INFINITE):
+                if position < length:
+                    return (yield first, position).concatenate(second)
+                if _shuffles_below(first) == []:  # a shuffle in it would have begun a pass
+                    return (yield second, position - length)
+        if isinstance(node, datasets.Repeat):
+            length, shuffles = self._length(input_of(node)), _shuffles_below(input_of(node))
+            if length not in (None, INFINITE, 0) and shuffles is not None:
+                return (yield from self._repeated(node, shuffles, *divmod(position, length)))
+        return self._computed(node, position) or _skipped(node, position)
 
-    def _joined(self) -> bool:
-        if not isinstance(self.node, datasets.Concatenate):
-            return False
-        first, second = datasets.dataset_inputs(self.node)
-        length = self._sources.length(first)
-        if length is None or length == INFINITE:
-            return False
-        if self.position < length:
-            self._of(lambda rest: rest.concatenate(second), (first, self.position))
-            return True
-        # A shuffle in the first part would have begun a pass.
-        if _shuffles_below(first) != []:
-            return False
-        self._of(lambda rest: rest, (second, self.position - length))
-        return True
-
-    def _repeated(self) -> bool:
-        node, position = self.node, self.position
-        if not isinstance(node, datasets.Repeat):
-            return False
-        below = input_of(node)
-        length, shuffles = self._sources.length(below), _shuffles_below(below)
-        if length in (None, INFINITE, 0) or shuffles is None:
-            return False
-        passes, rest = divmod(position, length)
-        count = datasets.count_of(node)
+    def _repeated(
+        self, node: tf.data.Dataset, shuffles: list[tf.data.Dataset], passes: int, rest: int
+    ) -> _Steps:
+        """`_steps` of a `repeat`, `rest` elements after whole passes."""
+        below, count = input_of(node), datasets.count_of(node)
         left = count - passes if count >= 0 else -1
         # A repeat begins again to see that it has ended. One of a single pass does not, nor one
         # right above a shuffle: tf.data joins the two (`shuffle_and_repeat_fusion`).
         again = count > 1 and not isinstance(below, datasets.Shuffle)
         after = int(again and left - (rest > 0) < 2)
-        self.starts.extend(PassStart(shuffle, passes, 0, after) for shuffle in shuffles)
+        self.starts += [PassStart(shuffle, passes, 0, after) for shuffle in shuffles]
         if not rest:
-            self._of(lambda: below.repeat(left))
-        elif left == 1:
-            self._of(lambda first: first, (below, rest))
-        else:
-            more = left - 1 if left >= 0 else -1
-            self._of(lambda first: first.concatenate(below.repeat(more)), (below, rest))
-        return True
+            return below.repeat(left)
+        first = yield below, rest
+        if left == 1:
+            return first
+        return first.concatenate(below.repeat(left - 1 if left >= 0 else -1))
 
-    def _source(self) -> bool:
-        node, position = self.node, self.position
-        tensors = datasets.sliced_tensors(node)
-        if tensors is not None:
+    def _computed(self, node: tf.data.Dataset, position: int) -> tf.data.Dataset | None:
+        """A source with an index, or a shuffle over moves and maps of one; None for others."""
+        if (tensors := datasets.sliced_tensors(node)) is not None:
             rest = [tensor[position:] for tensor in tensors]
             rest = tf.nest.pack_sequence_as(node.element_spec, rest)
-            self._of(lambda: tf.data.Dataset.from_tensor_slices(rest))
-        elif isinstance(node, datasets.Range):
+            return tf.data.Dataset.from_tensor_slices(rest)
+        if isinstance(node, datasets.Range):
             start, stop, step, kind = datasets.range_arguments(node)
-            begin = start + position * step
-            self._of(lambda: tf.data.Dataset.range(begin, stop, step, output_type=kind))
-        elif (records := self._sources[node]) is not None and _order_is_known(records.shuffle):
-            numbers = self._numbers(records)
+            return tf.data.Dataset.range(start + position * step, stop, step, output_type=kind)
+        shuffle = node if isinstance(node, datasets.Shuffle) else None
+        source, passed = (node, []) if shuffle is None else peeled(input_of(node), _keeps_an_index)
+        moves = [
+            (move, self._length(input_of(move)))
+            for move in passed
+            if isinstance(move, (*datasets.Repeat, *datasets.Skip))
+        ]
+        if any(length in (None, 0) for _, length in moves):
+            return None
+        records = None if has_index(source) else self._records(source)
+        if records is None and not has_index(source):
+            return None
+        of_files = None if records is None else records.shuffle
+        if of_files is not None and any(isinstance(move, datasets.Repeat) for move, _ in moves):
+            return None  # each repetition has its own order of files
+        if not all(each is None or _order_is_known(each) for each in (of_files, shuffle)):
+            return None
+        length = self._length(node)
+        assert length is not None  # of a source with an index
+        seeds, seeds_of_files = self._pass_of(shuffle), self._pass_of(of_files)
 
-            def blocks() -> Iterator[np.ndarray]:
-                of_pass = numbers()
-                for first in range(position, records.length, _BLOCK):
-                    yield of_pass(np.arange(first, min(first + _BLOCK, records.length)))
+        together = _BLOCK if records is None else _TOGETHER
 
-            self._of(lambda: records.elements(blocks, max(0, records.length - position)))
-        else:
-            return False
-        return True
+        def indices() -> Iterator[np.ndarray]:
+            """Indices in the source, or numbers of records."""
+            blocks = _positions(position, length, shuffle, seeds())
+            in_files = None if records is None else records.numbers(seeds_of_files())
+            for block in blocks:
+                for move, count in moves:
+                    if isinstance(move, datasets.Skip):
+                        block = block + datasets.count_of(move)
+                    elif count != INFINITE:
+                        block = block % count
+                block = block if in_files is None else in_files(block)
+                yield from np.split(block, range(together, len(block), together))
 
-    def _numbers(self, records: FileRecords) -> Callable[[], Callable[[np.ndarray], np.ndarray]]:
-        """The numbers of records in a pass, as `FileRecords.numbers`, once it has begun."""
-        if records.shuffle is None:
-            return functools.cache(lambda: records.numbers(None))
-        start = PassStart(records.shuffle, 0, 1)
-        self.starts.append(start)
-        return lambda: records.numbers(start.seeds())
+        elements = tf.data.Dataset.from_generator(
+            indices, output_signature=tf.TensorSpec([None], tf.int64)
+        )
+        maps = [each for each in reversed(passed) if isinstance(each, datasets.Map)]
+        if records is not None:
+            read = without_autograph(records.rows.examples)
+            elements = elements.map(read, num_parallel_calls=2, deterministic=True)
+            maps = [*records.maps, *maps]
+        left = tf.data.INFINITE_CARDINALITY if length == INFINITE else max(0, length - position)
+        elements = elements.unbatch().apply(tf.data.experimental.assert_cardinality(left))
+        if records is None:
+            elements = elements.map(without_autograph(lambda index: element_at(source, index)))
+        for function in maps:
+            elements = rebuilding.rebuilt(function, elements)
+        return deterministic(elements, read_ahead=False)
 
-    def _computed(self) -> bool:
-        """A shuffle over a source with an index."""
-        node, position = self.node, self.position
-        if not isinstance(node, datasets.Shuffle):
-            return False
-        source = _IndexedInput.of(input_of(node), self._sources)
-        if source is None or not _order_is_known(node):
-            return False
-        buffer_size, length = datasets.buffer_size_of(node), self._sources.length(input_of(node))
-        length = None if length == INFINITE else length
-        start = PassStart(node, 0, 1)
-        self.starts.append(start)
-        numbers = None if source.records is None else self._numbers(source.records)
+    def _pass_of(self, shuffle: tf.data.Dataset | None) -> Callable[[], list[int] | None]:
+        """A function that returns the seeds of a shuffle's pass, once it has begun."""
+        if shuffle is None:
+            return lambda: None
+        self.starts.append(PassStart(shuffle, 0, 1))
+        return self.starts[-1].seeds
 
-        def blocks() -> Iterator[np.ndarray]:
-            order = shuffles.ShuffleOrder(buffer_size, length, start.seeds())
-            of_pass = None if numbers is None else numbers()
-            for block in order.blocks(position):
-                indices = source.indices(block)
-                yield indices if of_pass is None else of_pass(indices)
+    def _length(self, node: tf.data.Dataset) -> int | None:
+        """`steps_in`, with the lengths of pipelines over files."""
+        chain = []
+        while (length := steps_in(node)) is None:
+            if (records := self._records(node)) is not None:
+                length = records.length
+                break
+            known = (*rebuilding.REBUILDABLE, *datasets.PaddedBatch)
+            if not (isinstance(node, known) or datasets.is_memory_cache(node)):
+                return None
+            chain.append(node)
+            node = datasets.dataset_inputs(node)[0]
+        if length == INFINITE:
+            return length
+        others = tf.data.Dataset.range(length)  # as many elements, whatever they are
+        for above in reversed(chain):
+            if isinstance(above, (*datasets.Batch, *datasets.PaddedBatch)):
+                others = others.batch(*datasets.batch_arguments(above))
+            elif isinstance(above, (*datasets.Take, *datasets.Skip, *datasets.Repeat)):
+                others = rebuilding.rebuilt(above, others)
+        return steps_in(others)
 
-        count = tf.data.INFINITE_CARDINALITY if length is None else length - position
-        self._of(lambda: deterministic(source.elements(blocks, count), read_ahead=False))
-        return True
 
-    def _skipped(self) -> None:
-        if self.position > _MANY:
-            seconds = _seconds_to_skip(self.node, self.position)
-            logger.info(
-                "the position in the data is %d elements behind the beginning of %s, which cannot "
-                "start there: they are read again, and dropped%s",
-                self.position,
-                type(self.node).__name__.strip("_"),
-                "" if seconds is None else f", in about {seconds:.0f} s",
-            )
-        self._of(lambda: self.node.skip(self.position))
+def _positions(
+    start: int, length: int, shuffle: tf.data.Dataset | None, seeds: Sequence[int] | None
+) -> Iterator[np.ndarray]:
+    """Positions in the input of a shuffle, from its output `start` on; without one its own."""
+    if shuffle is None or seeds is None:
+        firsts = range(start, length, _BLOCK)
+        return (np.arange(first, min(first + _BLOCK, length)) for first in firsts)
+    known = None if length == INFINITE else length
+    return shuffles.ShuffleOrder(datasets.buffer_size_of(shuffle), known, seeds).blocks(start)
+
+
+def _skipped(node: tf.data.Dataset, position: int) -> tf.data.Dataset:
+    if position > _MANY:
+        seconds = _seconds_to_skip(node, position)
+        logger.info(
+            "the position in the data is %d elements behind the beginning of %s, which cannot "
+            "start there: they are read again, and dropped%s",
+            position,
+            type(node).__name__.strip("_"),
+            "" if seconds is None else f", in about {seconds:.0f} s",
+        )
+    return node.skip(position)
 
 
 def _seconds_to_skip(
@@ -296,74 +319,14 @@ def _seconds_to_skip(
     return seconds * position / (count / 4)
 
 
-@dataclasses.dataclass(frozen=True)
-class _IndexedInput:
-    """A chain of moves and maps over a source with an index.
-
-    Attributes:
-        node: the source.
-        moves: the last one first.
-        maps: the first one first.
-        records: of `node`, if it reads files.
-        sources: of the pipeline.
-    """
-
-    node: tf.data.Dataset
-    moves: list[tf.data.Dataset]
-    maps: list[tf.data.Dataset]
-    records: FileRecords | None
-    sources: Sources
-
-    @classmethod
-    def of(cls, node: tf.data.Dataset, sources: Sources) -> _IndexedInput | None:
-        """None for other pipelines."""
-        node, passed = peeled(node, _keeps_an_index)
-        maps = [each for each in reversed(passed) if isinstance(each, datasets.Map)]
-        moves = [n for n in passed if isinstance(n, (*datasets.Repeat, *datasets.Skip))]
-        if any(sources.length(input_of(move)) in (None, 0) for move in moves):
-            return None
-        if has_index(node):
-            return cls(node, moves, maps, None, sources)
-        records = sources[node]
-        if records is None or not _order_is_known(records.shuffle):
-            return None
-        if records.shuffle is not None and any(isinstance(m, datasets.Repeat) for m in moves):
-            return None  # each repetition has its own order of files
-        return cls(node, moves, maps, records, sources)
-
-    def indices(self, positions: np.ndarray) -> np.ndarray:
-        """Positions in the chain's output -> those in the source."""
-        for move in self.moves:
-            if isinstance(move, datasets.Skip):
-                positions = positions + datasets.count_of(move)
-            elif (length := self.sources.length(input_of(move))) != INFINITE:
-                positions = positions % length
-        return positions
-
-    def elements(self, blocks: Callable[[], Iterator[np.ndarray]], count: int) -> tf.data.Dataset:
-        """The chain's elements at these `count` indices of the source."""
-        if self.records is not None:
-            elements = self.records.elements(blocks, count)
-        else:
-            spec = tf.TensorSpec([None], tf.int64)
-            indices = tf.data.Dataset.from_generator(blocks, output_signature=spec).unbatch()
-            indices = indices.apply(tf.data.experimental.assert_cardinality(count))
-            elements = indices.map(without_autograph(lambda index: element_at(self.node, index)))
-        for function in self.maps:
-            elements = rebuilding.rebuilt(function, elements)
-        return elements
-
-
 def _keeps_an_index(node: tf.data.Dataset) -> bool:
     kinds = (*datasets.Map, *datasets.Repeat, *datasets.Skip, *datasets.Take, *datasets.Same)
     known = isinstance(node, kinds) or datasets.is_memory_cache(node)
     return known and datasets.is_pure(node)
 
 
-def _order_is_known(shuffle: tf.data.Dataset | None) -> bool:
+def _order_is_known(shuffle: tf.data.Dataset) -> bool:
     """Whether the order of a shuffle can be computed."""
-    if shuffle is None:
-        return True
     seeds = datasets.shuffle_seeds(shuffle)
     if not seeds or not any(seeds) or datasets.buffer_size_of(shuffle) < 1:
         return False

@@ -149,10 +149,7 @@ def _repetitions(dataset: tf.data.Dataset) -> Callable[[int], int] | None:
     above = (*datasets.Map, *datasets.Batch, *datasets.Same)
     while isinstance(node, above):
         if isinstance(node, datasets.Batch):
-            arguments = datasets.batch_arguments(node)
-            if arguments is None:
-                return None
-            per_step *= arguments[0]
+            per_step *= datasets.batch_arguments(node)[0]
         node = input_of(node)
     if not isinstance(node, datasets.Repeat):
         return None
@@ -225,9 +222,6 @@ class Batched:
         node = beneath(dataset, datasets.Same)
         if not isinstance(node, datasets.Batch):
             return None
-        arguments = datasets.batch_arguments(node)
-        if arguments is None:
-            return None
         elements = input_of(node)
         # Selections do not depend on the elements and maps do not move them, so all selections may
         # run before all maps. Those below the lowest map need not be removed.
@@ -246,7 +240,7 @@ class Batched:
         for each in reversed(above):
             if isinstance(each, rebuilding.SELECTIONS):
                 source = rebuilding.rebuilt(each, source)
-        return cls(source, maps[::-1], *arguments, spec_of(node))
+        return cls(source, maps[::-1], *datasets.batch_arguments(node), spec_of(node))
 
     @functools.cached_property
     def indexed(self) -> Indexed | None:

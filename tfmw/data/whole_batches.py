@@ -238,11 +238,10 @@ def _last_batch(dataset: tf.data.Dataset) -> int | None:
     """The size of the last batch; None if unknown."""
     if not isinstance(dataset, datasets.Batch):
         return None
-    arguments = datasets.batch_arguments(dataset)
+    size, drop_remainder = datasets.batch_arguments(dataset)
     count = steps_in(input_of(dataset))
-    if arguments is None or count is None or count == INFINITE:
+    if count is None or count == INFINITE:
         return None
-    size, drop_remainder = arguments
     return size if drop_remainder else count % size or size
 
 

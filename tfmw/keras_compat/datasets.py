@@ -165,11 +165,10 @@ def is_memory_cache(node: tf.data.Dataset) -> bool:
     return type(node) is cache_op.CacheDataset and tf.get_static_value(node._filename) == b""
 
 
-def batch_arguments(node: tf.data.Dataset) -> tuple[int, bool] | None:
-    """(batch size, drop_remainder) of a batch node; None if they are not constants."""
-    size = tf.get_static_value(node._batch_size)
-    drop = tf.get_static_value(node._drop_remainder)
-    return None if size is None or drop is None else (int(size), bool(drop))
+def batch_arguments(node: tf.data.Dataset) -> tuple[int, bool]:
+    """(batch size, drop_remainder) of a batch node."""
+    size, drop = map(tf.get_static_value, (node._batch_size, node._drop_remainder))
+    return int(size), bool(drop)
 
 
 def count_of(node: tf.data.Dataset) -> int:
