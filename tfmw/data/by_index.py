@@ -1,14 +1,8 @@
 """Sources with an index: rows of Python sources, pipelines by indices of examples, zips of them.
 
-    dataset = tfmw.data.from_index(source).shuffle(10_000).batch(64)    # any source[i]
-
-    found = Indexed.of(dataset)         # from_tensor_slices, shuffle, repeat, take, skip, cache
-    batches = found.indices.batch(32).map(found.examples)
-
-    joined(zip((images.map(decode), labels)))     # range(n).map(both)
-
-Such transformations do not look at elements. So their order is that of a pipeline of indices, and
-only a worker's own examples are ever copied or read, a batch of them at once.
+`shuffle`, `repeat`, `take`, `skip` and a cache in memory do not look at elements. So their order is
+that of a pipeline of indices, and only a worker's own examples are ever copied or read, a batch of
+them at once.
 
 `zip` and `map` do not move elements. So a pipeline of them over arrays is a function of an index:
 workers select indices in place of elements, and a shuffle above is a shuffle of indices. Over other
@@ -34,17 +28,11 @@ from tfmw.keras_compat import datasets, rebuilding
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A source that gives the rows of many indices.
+    """A source that gives the rows of many indices."""
 
-    Attributes:
-        read: indices -> structure of arrays [number of indices, ...].
-        spec: structure of tf.TensorSpec, of one row.
-        in_threads: whether several threads may call `read`.
-    """
-
-    read: Callable[[Sequence[int]], Any]
-    spec: Any
-    in_threads: bool = False
+    read: Callable[[Sequence[int]], Any]  # -> structure of arrays [number of indices, ...]
+    spec: Any  # structure of tf.TensorSpec, of one row
+    in_threads: bool = False  # whether several threads may call `read`
 
     def examples(self, indices: tf.Tensor) -> Any:
         """int64 [k] -> the batch of these rows: structure of tensors [k, ...]."""
@@ -179,7 +167,8 @@ def _spec(batches: Sequence[Any]) -> Any:
         if len({len(s) for s in shapes}) > 1:
             raise UsageError(f"rows of a source have different ranks: their shapes are {shapes}.")
         sizes = [d[0] if len(set(d)) == 1 else None for d in zip(*shapes, strict=True)]
-        return tf.TensorSpec(sizes, _dtype(arrays[0]))
+        first = arrays[0].dtype
+        return tf.TensorSpec(sizes, tf.string if first.kind in "OSU" else tf.as_dtype(first))
 
     try:
         return tf.nest.map_structure(leaf, *batches)
@@ -187,21 +176,12 @@ def _spec(batches: Sequence[Any]) -> Any:
         raise UsageError(f"rows of a source have different structures: {error}") from error
 
 
-def _dtype(array: np.ndarray) -> tf.DType:
-    return tf.string if array.dtype.kind in "OSU" else tf.as_dtype(array.dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class Indexed:
-    """A pipeline of single examples over arrays, or over `Rows`.
+    """A pipeline of single examples over arrays, or over `Rows`."""
 
-    Attributes:
-        indices: int64 [], the index of each example, in the pipeline's order.
-        source: with the examples in the order of their index.
-    """
-
-    indices: tf.data.Dataset
-    source: tf.data.Dataset
+    indices: tf.data.Dataset  # int64 [] of each example, in the pipeline's order
+    source: tf.data.Dataset  # the examples in the order of their index
 
     @classmethod
     def of(cls, dataset: tf.data.Dataset) -> Indexed | None:

@@ -1,11 +1,5 @@
 """The work of a `PyDataset`, divided: each batch is computed by one worker, and sent to the others.
 
-    exchange = BatchExchange(host, key)                       # one for each process
-    exchange.peers = [(host, port), ...]                      # of all workers, in order of rank
-    batches = DividedBatches(exchange, number, rank, compute)
-    batches.begin_epoch()
-    batches[6]                                                # worker 6 mod N computes it
-
 This is for datasets whose batches Keras's threads compute at the same time, in any order
 (`workers=2` or more): a batch depends on its index alone, whoever computes it. So a worker that
 cannot have a batch from its owner computes it: the owner is lost, or has gone on to another epoch,
@@ -36,22 +30,13 @@ Key = tuple[int, int]  # (number of the epoch, index of the batch)
 
 
 class BatchExchange:
-    """Sends batches to other workers, and fetches theirs.
-
-    Args:
-        host: this worker's name or IP address, as other workers know it.
-        key: the secret of the training.
-
-    Attributes:
-        port: at which it listens.
-        peers: (host, port) of every worker, in order of rank.
-    """
+    """Sends batches to other workers, and fetches theirs; `key` is the secret of the training."""
 
     def __init__(self, host: str, key: bytes):
         self._key = key
         listener = sockets.listen(host)
         self.port: int = listener.getsockname()[1]
-        self.peers: list[tuple[str, int]] = []
+        self.peers: list[tuple[str, int]] = []  # of every worker, in order of rank
         self._idle: dict[int, queue.SimpleQueue[wire.Connection]] = {}
         self._datasets: weakref.WeakValueDictionary[int, DividedBatches] = (
             weakref.WeakValueDictionary()
@@ -114,23 +99,12 @@ class BatchExchange:
 
 
 class DividedBatches:
-    """The batches of one dataset, each computed by one worker.
-
-    Args:
-        exchange: of this process.
-        number: of the dataset, from 1; the same on all workers, and greater than those before.
-        rank: of this worker.
-        compute: index -> the batch.
-    """
+    """The batches of one dataset: batch i is computed by worker i mod N."""
 
     def __init__(
-        self,
-        exchange: BatchExchange,
-        number: int,
-        rank: int,
-        compute: Callable[[int], Any],
+        self, exchange: BatchExchange, number: int, rank: int, compute: Callable[[int], Any]
     ):
-        self.number = number
+        self.number = number  # from 1; the same on all workers, and greater than those before
         self._exchange, self._rank, self._compute = exchange, rank, compute
         self._like: Any = None  # a batch, with the structure of all
         self._draws = False

@@ -102,12 +102,7 @@ def _rows_of_loader(loader: Any) -> tuple[Any, tuple[int, bool]] | None:
 
 
 class _LoaderRows:
-    """The elements of a loader before its batches.
-
-    Args:
-        records: of the loader's sampler, by index.
-        maps: transformations of one element.
-    """
+    """The elements of a loader before its batches: the sampler's records, mapped one by one."""
 
     def __init__(self, records: Any, maps: Sequence[Any]):
         self._records, self._maps = records, maps
@@ -119,19 +114,13 @@ class _LoaderRows:
         record = self._records[index]
         row = record.data
         for each in self._maps:
-            if hasattr(each, "random_map"):
-                row = each.random_map(row, record.metadata.rng)
-            else:
-                row = each.map(row)
+            is_random = hasattr(each, "random_map")
+            row = each.random_map(row, record.metadata.rng) if is_random else each.map(row)
         return row
 
 
 class GrainHooks(EpochHooks):
-    """The batches of an iterator of Grain's, which each worker reads, and its state after each.
-
-    Args:
-        dataset: an IterDataset or a DataLoader.
-    """
+    """The batches of an IterDataset or DataLoader, which each worker reads, and the states."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset
@@ -139,11 +128,7 @@ class GrainHooks(EpochHooks):
         self._restored: str | None = None
 
     def batches(self, signature: Any, start: int = 0) -> tf.data.Dataset:
-        """The batches from `start` on.
-
-        Args:
-            signature: structure of tf.TypeSpec, of a batch.
-        """
+        """The batches from `start` on; `signature` is the structure of tf.TypeSpec of one."""
         return tf.data.Dataset.from_generator(
             lambda: self._read(start), output_signature=signature
         ).prefetch(tf.data.AUTOTUNE)

@@ -28,11 +28,7 @@ from tfmw.keras_compat import datasets
 
 
 class OrderedPyDataset(keras.utils.PyDataset):
-    """The user's dataset in the order of the current pass; before the first one in its own.
-
-    Attributes:
-        drawn_from: Python's state from which this order was drawn; None without an order.
-    """
+    """The user's dataset in the order of the current pass; before the first one in its own."""
 
     def __init__(self, dataset: keras.utils.PyDataset, shuffle: Any):
         super().__init__(
@@ -45,7 +41,7 @@ class OrderedPyDataset(keras.utils.PyDataset):
         self._divided: DividedBatches | None = None
         self._start = 0
         self.shuffled = bool(shuffle) and dataset.num_batches is not None
-        self.drawn_from: Any = None
+        self.drawn_from: Any = None  # Python's state from which the order was drawn
 
     @property
     def num_batches(self) -> int | None:
@@ -66,9 +62,8 @@ class OrderedPyDataset(keras.utils.PyDataset):
     def divide(self, group: Group) -> None:
         """Divides the work between workers, if Keras's threads compute batches in any order."""
         threads = self._dataset.workers
-        if self._divided is not None or group.size == 1:
-            return
-        if threads < 2 or self._dataset.use_multiprocessing:
+        in_threads = threads > 1 and not self._dataset.use_multiprocessing
+        if self._divided is not None or group.size == 1 or not in_threads:
             return
         self._divided = divided(self._compute, group)
         self._group = group

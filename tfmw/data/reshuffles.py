@@ -24,22 +24,15 @@ if TYPE_CHECKING:
 
 
 class _Pair:
-    """A shuffle of the user's dataset, and the shard's in its place.
-
-    Attributes:
-        user, shard: their seeds; the same if the shard reads the user's dataset itself.
-        seen: passes over the shard's that the user's dataset has, too.
-        in_pass: how many of them this pass has begun.
-        unread: (before the first element, after the last) of this pass.
-    """
+    """The seeds of a user's shuffle, and of the shard's; one object if the shard reads that."""
 
     def __init__(self, user: tf.data.Dataset, shard: tf.data.Dataset):
         self.dataset = shard
         self.user = ShuffleSeeds(small_of(user))
         self.shard = self.user if user is shard else ShuffleSeeds(small_of(shard))
-        self.seen = self.shard.passes
-        self.in_pass = 0
-        self.unread = (0, 0)
+        self.seen = self.shard.passes  # those that the user's dataset has, too
+        self.in_pass = 0  # how many of them this pass has begun
+        self.unread = (0, 0)  # before the first element of this pass, after the last
 
     def count(self, begun: int) -> None:
         """Gives the user's dataset passes that the shard has begun."""
@@ -225,8 +218,7 @@ def renew(handle: Any) -> None:
 def renew_all(graph: Any) -> None:
     """Replaces all generators of a graph: another process may have others of these names."""
     for _, handle, _ in list(generators_in(graph.node)):
-        if handle.op == "Const":
-            renew(handle)
+        renew(handle)
 
 
 def share(handle: Any, shuffle: tf.data.Dataset) -> None:

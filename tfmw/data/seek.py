@@ -70,19 +70,12 @@ def ordered_from(
 
 @dataclasses.dataclass
 class PassStart:
-    """Passes over a shuffle that have begun before a pipeline's first element.
-
-    Args:
-        shuffle: its dataset.
-        before: passes that have ended.
-        begun: 1 if another one has begun, whose order is computed; otherwise 0.
-        after: passes that the whole pipeline would begin at its end, and this one does not.
-    """
+    """Passes over a shuffle that have begun before a pipeline's first element."""
 
     shuffle: tf.data.Dataset
-    before: int
-    begun: int
-    after: int = 0
+    before: int  # passes that have ended
+    begun: int  # 1 if another one has begun, whose order is computed; otherwise 0
+    after: int = 0  # passes that the whole pipeline would begin at its end, and this one does not
     number: int | None = None
 
     def begin(self) -> None:

@@ -200,21 +200,13 @@ def _one_by_one(parts: tuple[Any, ...], counts: tf.Tensor) -> tf.data.Dataset:
 
 @dataclasses.dataclass(frozen=True)
 class Batched:
-    """The parts of a pipeline that ends in `batch`.
+    """The parts of a pipeline that ends in `batch`."""
 
-    Attributes:
-        source: single examples before the maps.
-        maps: map nodes to apply to them, the first one first.
-        size: number of examples of a global batch.
-        drop_remainder: whether a last batch that is not full is dropped.
-        spec: of a batch.
-    """
-
-    source: tf.data.Dataset
-    maps: list[tf.data.Dataset]
-    size: int
+    source: tf.data.Dataset  # single examples before the maps
+    maps: list[tf.data.Dataset]  # nodes to apply to them, the first one first
+    size: int  # number of examples of a global batch
     drop_remainder: bool
-    spec: Any
+    spec: Any  # of a batch
 
     @classmethod
     def of(cls, dataset: tf.data.Dataset) -> Batched | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -84,10 +85,8 @@ class Source:
     def refuse_different(self, gather: Callable[[Any], list[Any]]) -> None:
         """Raises UsageError on every worker if workers pass different data; see `comparison`."""
         is_one = datasets.is_dataset(self.x) or self.is_read_once
-        if self.is_function():
-            refuse_different((), gather)
-        else:
-            refuse_different(self.x if is_one else (self.x, self.y, self.sample_weight), gather)
+        given = self.x if is_one else (self.x, self.y, self.sample_weight)
+        refuse_different(() if self.is_function() else given, gather)
 
     def shard(self, sharding: Sharding, order: Order, skip: int = 0) -> Shard:
         """This worker's shard.
@@ -162,11 +161,9 @@ class Source:
         seed = order.agree(local)
         if sharding.replicas > 1 and seed is None:
             seed = order.agree(order.seed)
-        if seed == local:
+        own = seed == local
+        with contextlib.nullcontext() if own else datasets.substituted_global_seed(seed):
             dataset = adapter.get_tf_dataset()
-        else:
-            with datasets.substituted_global_seed(seed):
-                dataset = adapter.get_tf_dataset()
         known: dict[str, Any] = {}
         if isinstance(x, OrderedPyDataset):
             known["hooks"] = PyDatasetHooks(x, adapter, order.group)
