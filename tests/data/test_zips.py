@@ -218,3 +218,10 @@ def test_each_worker_cuts_its_own_windows_of_a_time_series(
     cut.clear()
     assert [np.asarray(y).tolist() for _, y in alone] == whole
     assert len(cut) == 2 * (N - position * B)
+
+
+def test_zips_of_zips_keep_their_components() -> None:
+    a, b, c = (tf.data.Dataset.from_tensor_slices([k, k + 1]) for k in (0, 10, 20))
+    found = joined(tf.data.Dataset.zip((tf.data.Dataset.zip((a, b)), c)))
+    assert found is not None
+    assert list(found.as_numpy_iterator()) == [((0, 10), 20), ((1, 11), 21)]

@@ -246,7 +246,11 @@ def joined(node: tf.data.Dataset) -> tf.data.Dataset | None:
     specs = [spec for each in nodes for spec in tf.nest.flatten(each.element_spec)]
     if not all(type(spec) is tf.TensorSpec for spec in specs):
         return None
-    leaves = [number for number, below in enumerate(inputs) if not below]
+    leaves, todo = [], [0]
+    while todo:  # in the order of the element's components
+        number = todo.pop()
+        todo += reversed(inputs[number])
+        leaves += [] if inputs[number] else [number]
     maps = [
         nodes[k] for k, below in enumerate(inputs) if below and isinstance(nodes[k], datasets.Map)
     ]
