@@ -252,10 +252,6 @@ def _batch_norm(op: Any, inputs: list[Flow]) -> Any:
     return bad_flow("compared", op, inputs) if inputs[0].axes else inputs[0]
 
 
-def _identities(op: Any, inputs: list[Flow]) -> Any:
-    return inputs
-
-
 RULES = rules(
     {
         _SAME: first_flow,
@@ -267,7 +263,7 @@ RULES = rules(
         "Softmax LogSoftmax TopKV2 TopK": _last_axis,
         "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits": _cross_entropy,
         "TensorListFromTensor TensorListStack": first_flow,
-        "IdentityN": _identities,
+        "IdentityN": lambda op, inputs: inputs,
         "L2Loss": _l2_loss,
         "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3": _matmul,
         "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3": _batch_norm,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.keras_compat.dataflow import arithmetic, parts, selections, shapes
+from tfmw.keras_compat.dataflow import arithmetic, parts, shapes
 from tfmw.keras_compat.dataflow.flow import (
     BAD,
     EXAMPLES,
@@ -55,9 +55,7 @@ class Dataflow:
         if not is_symbolic(value):
             return Flow("unknown")
         for op in ancestors([value], stop=self._is_known):
-            inputs = [self._known(tensor) for tensor in op.inputs]
-            found = self._apply(op, inputs)
-            self._flows[_op_key(op)] = found
+            self._flows[_op_key(op)] = self._apply(op, [self._known(t) for t in op.inputs])
         return self._known(value)
 
     def operations(self, value: Any) -> list[Any]:
@@ -245,12 +243,7 @@ def _only_value(op: Any) -> Any:
     return upper if lower is not None and np.array_equal(lower, upper) else None
 
 
-_RULES: dict[str, Rule] = {
-    **arithmetic.RULES,
-    **shapes.RULES,
-    **parts.RULES,
-    **selections.RULES,
-}
+_RULES: dict[str, Rule] = {**arithmetic.RULES, **shapes.RULES, **parts.RULES}
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [(tf.Graph, "_get_function")]
