@@ -46,13 +46,11 @@ from tensorflow.python.ops import gen_dataset_ops, gen_experimental_dataset_ops
 from tfmw.keras_compat.objects import overridden
 
 train_validation_split = array_slicing.train_validation_split
-
 make_class_weight_map = _tf_dataset_adapter.make_class_weight_map_fn
 
 
-def data_adapter(x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
-    """Keras's adapter for arrays, PyDataset and generators: `.get_tf_dataset()` and hooks."""
-    return get_data_adapter(x, y, sample_weight, **options)
+data_adapter = get_data_adapter
+"""Keras's adapter for arrays, PyDataset and generators: `.get_tf_dataset()` and hooks."""
 
 
 def batches_of_slices(adapter: Any) -> tf.data.Dataset | None:
@@ -421,14 +419,11 @@ def set_seed_state(state: Mapping[str, Any]) -> None:
 
 
 def slowest_stage(iterator: Any) -> tuple[str, float] | None:
-    """The stage of a pipeline that takes longest.
-
-    Args:
-        iterator: over a dataset, after some elements.
+    """The stage of a pipeline that takes longest; None if an iterator has no model of stages yet.
 
     Returns:
         (name of tf.data's op without version, such as "Map"; seconds of the stage per element of
-        the dataset, divided by the number of its threads), or None if there is no model.
+        the dataset, divided by the number of its threads).
     """
     try:
         model = iterator_model_ops.get_model_proto(iterator)

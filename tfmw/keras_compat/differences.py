@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from typing import Any
 
 import tensorflow as tf
 
@@ -48,23 +47,14 @@ _REASONS = {
 
 
 class Differences:
-    """Values of a step that replicas cannot combine into the result of one process.
-
-    Attributes:
-        messages: a sentence or more for each, in the order in which they were found.
-    """
+    """Values of a step that replicas cannot combine into the result of one process."""
 
     def __init__(self) -> None:
-        self.messages: list[str] = []
+        self.messages: list[str] = []  # a sentence or more for each value
         self._origins: set[str] = set()  # lines, or operations of libraries
 
     def note(self, subject: str, flow: Flow) -> None:
-        """Notes a value if replicas' values of it cannot be combined.
-
-        Args:
-            subject: such as "the loss mse".
-            flow: of the value.
-        """
+        """Notes a value, such as "the loss mse", if replicas' values of it cannot be combined."""
         reason = _reason(flow)
         origin = flow.origin
         if reason is None or (origin is None and reason == "unknown"):
@@ -81,17 +71,15 @@ class Differences:
 
 def _reason(flow: Flow) -> str | None:
     if flow.has_pairs or flow.kind == "compared":
-        return "pairs" if flow.origin is not None and _broadcasts(flow.origin) else "compared"
+        op = flow.origin
+        # Few programs mean the pairs of [n] and [n, 1].
+        pairs = op is not None and op.type in BINARY and {t.shape.rank for t in op.inputs} == {1, 2}
+        return "pairs" if pairs else "compared"
     if flow.kind in ("nonlinear", "unknown"):
         return flow.kind
     if flow.kind == "reduced" and flow.degree not in (0, 1):
         return "nonlinear"
     return None
-
-
-def _broadcasts(op: Any) -> bool:
-    """Whether an operation makes pairs of [n] and [n, 1], which few programs mean."""
-    return op.type in BINARY and {t.shape.rank for t in op.inputs} == {1, 2}
 
 
 def user_line(op: tf.Operation) -> str | None:

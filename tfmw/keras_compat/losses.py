@@ -45,59 +45,42 @@ class CannotCompile(Exception):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class ReplicaWeight:
-    """The weight of one replica in the global batch, while its step is traced.
+    """The weight of one replica in the global batch, while its step is traced."""
 
-    Attributes:
-        examples: int32 [], examples of this replica.
-        global_examples: int32 [], examples of the global batch, over all replicas.
-        fraction: float64 [], `examples / global_examples`; 0 for a replica without examples. It
-            is rounded only where it meets a value of lower precision.
-        uneven: whether shards differ in size, so that this replica may have no examples.
-        size_known: whether the size of each global batch is known before it is read. If not, a
-            batch without examples on any replica is the end of the data and updates nothing.
-        in_loss: whether the weight is applied to the loss that is differentiated, in
-            `optimizer.scale_loss`. If not, it is applied to the gradients.
-        sums: values of this replica -> their sums over all replicas. A collective.
-        gather: the slices of all replicas, of slices of which each replica has some: values and
-            indices concatenated. A collective.
-        alone: whether the replica trains on its own: what it would sum over replicas it estimates
-            from its own examples.
-        updated_by: int32 []: the examples on the replicas that make the same update; by default
-            `global_examples`.
-        coupled: whether the losses of other replicas depend on this one's weights and examples, as
-            by a synchronized BatchNormalization.
-        flows: how the tensors of the step follow from the examples of this replica.
-        differences: losses and metrics that replicas cannot combine.
-        loss_name: of the loss whose values Keras reduces now; None outside of a loss.
-        loss_weighted: whether the weight was applied to the loss that is differentiated.
-        layer_losses: id of a layer -> the losses that it passed to `add_loss` on this replica.
-        deferred: (gradients, what reduces and applies them), while XLA compiles the step: a
-            compiled step cannot contain collectives. None in other steps.
-    """
-
-    examples: tf.Tensor
-    global_examples: tf.Tensor
+    examples: tf.Tensor  # int32 []
+    global_examples: tf.Tensor  # int32 []
     _: dataclasses.KW_ONLY
-    uneven: bool
+    uneven: bool  # whether shards differ in size, so that this replica may have no examples
+    # Whether the size of each global batch is known before it is read. If not, a batch without
+    # examples on any replica is the end of the data and updates nothing.
     size_known: bool
+    # Whether the weight is applied to the loss that is differentiated, in `optimizer.scale_loss`.
+    # If not, it is applied to the gradients.
     in_loss: bool
+    # Collectives: of values, sums over all replicas; of slices, those of all replicas, values and
+    # indices concatenated.
     sums: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None
     gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None
-    alone: bool = False
-    updated_by: Any = None
+    alone: bool = False  # sums over replicas are estimated from this replica's examples
+    updated_by: Any = None  # int32 [], the examples on the replicas that make the same update
+    # Whether the losses of other replicas depend on this one's weights and examples, as by a
+    # synchronized BatchNormalization.
     coupled: bool = False
 
     def __post_init__(self) -> None:
         if self.updated_by is None:
             self.updated_by = self.global_examples
+        # float64 [], 0 without examples; rounded only where it meets a value of lower precision.
         self.fraction = tf.math.divide_no_nan(
             tf.cast(self.examples, tf.float64), tf.cast(self.global_examples, tf.float64)
         )
         self.flows = Dataflow(())
         self.differences = Differences()
-        self.loss_name: str | None = None
-        self.loss_weighted = False
-        self.layer_losses: dict[int, list[tf.Tensor]] = {}
+        self.loss_name: str | None = None  # of the loss whose values Keras reduces now
+        self.loss_weighted = False  # whether the weight was applied in `weighted_loss`
+        self.layer_losses: dict[int, list[tf.Tensor]] = {}  # of `add_loss`, by the layer's id
+        # While XLA compiles a step, which cannot contain collectives: (gradients, what reduces and
+        # applies them).
         self.deferred: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
 
     def begins(self, batch: Any) -> None:
@@ -174,11 +157,7 @@ class ReplicaWeight:
     def estimates_of_gradients(self, target: Any, grads: Any) -> Any:
         """Gradients of this replica's loss -> estimates of those of the global loss.
 
-        The loss is noted if replicas cannot combine it.
-
-        Args:
-            target: what was differentiated: a loss, or losses that are added up.
-            grads: a structure of gradients with respect to weights.
+        The loss, or losses that are added up, are noted if replicas cannot combine them.
         """
         for loss in tf.nest.flatten(target):
             if is_symbolic(loss):
@@ -220,12 +199,6 @@ class ReplicaWeight:
         return tf.nest.map_structure(
             lambda loss: tf.ones_like(loss) * tf.cast(self.fraction, loss.dtype), target
         )
-
-    def per_example(self, values: tf.Tensor) -> bool:
-        """Whether `values` have one row for each example of this replica."""
-        if is_symbolic(values):
-            return self.flows.of(values).kind == "rows"
-        return bool(values.shape.rank) and values.shape[0] == int(self.examples)
 
 
 def scaled(grads: Iterable[Any], factor: Any) -> list[Any]:
@@ -283,11 +256,6 @@ def _hooked(original: Callable[..., Any], replacement: Callable[..., Any]) -> Ca
 
 
 # ---------------------------------------------------------------- Keras's losses
-
-
-def _scale(weight: ReplicaWeight, keras_scale: Any, value: Any) -> Any:
-    """Replicas are weighted by this module's rule, not by Keras's division by their number."""
-    return value
 
 
 def _unscale(weight: ReplicaWeight, keras_unscale: Any, value: Any) -> Any:
@@ -395,7 +363,11 @@ def _aggregate_additional_loss(
 ) -> Any:
     """Keras adds up the losses of `add_loss`, and of a loss per example all its values."""
     summed = BaseTrainer._aggregate_additional_loss(trainer, loss)
-    if weight.per_example(loss):
+    if is_symbolic(loss):
+        per_example = weight.flows.of(loss).kind == "rows"
+    else:
+        per_example = bool(loss.shape.rank) and loss.shape[0] == int(weight.examples)
+    if per_example:
         return weight.estimate_of_sum(summed)
     return weight.estimate_of_scalar(summed)
 
@@ -500,9 +472,7 @@ def _compute_average_loss(
     return weight.estimate_of_sum(tf_average(per_example_loss, sample_weight, global_batch_size))
 
 
-def _scale_regularization_loss(
-    weight: ReplicaWeight, tf_regularization: Any, regularization_loss: Any
-) -> Any:
+def _scale_regularization(weight: ReplicaWeight, original: Any, regularization_loss: Any) -> Any:
     return tf.reduce_sum(regularization_loss)
 
 
@@ -525,8 +495,11 @@ def _gradient(
     return weight.estimates_of_gradients(target, grads)
 
 
+_NN = (tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
+
 _HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
-    (loss_module, "scale_loss_for_distribution", _scale),
+    # Replicas are weighted by this module's rule, not by Keras's division by their number.
+    (loss_module, "scale_loss_for_distribution", lambda weight, keras_scale, value: value),
     (loss_module, "unscale_loss_for_distribution", _unscale),
     (loss_module, "apply_mask", _apply_mask),
     (loss_module, "reduce_values", _reduce_values),
@@ -534,9 +507,7 @@ _HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     (keras.losses.Loss, "__call__", _call_loss),
     (Trainer, "_aggregate_additional_loss", _aggregate_additional_loss),
     # The methods of layers that read or write their list of losses.
-    (keras.Layer, "add_loss", _with_own_losses),
-    (keras.Layer, "_get_own_losses", _with_own_losses),
-    (keras.Layer, "_clear_losses", _with_own_losses),
+    *[(keras.Layer, n, _with_own_losses) for n in ("add_loss", "_get_own_losses", "_clear_losses")],
     # What these do with the examples of a replica's part of the batch is documented.
     (keras.layers.BatchNormalization, "call", _by_example),
     (keras.layers.TextVectorization, "call", _by_example),
@@ -546,12 +517,8 @@ _HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     (keras.metrics.Mean, "update_state", _update_mean),
     (keras.metrics.Sum, "update_state", _update_sum),
     # The two functions that TensorFlow's tutorial on custom training loops uses.
-    (tf.nn, "compute_average_loss", _compute_average_loss),
-    (tf.compat.v1.nn, "compute_average_loss", _compute_average_loss),
-    (tf.compat.v2.nn, "compute_average_loss", _compute_average_loss),
-    (tf.nn, "scale_regularization_loss", _scale_regularization_loss),
-    (tf.compat.v1.nn, "scale_regularization_loss", _scale_regularization_loss),
-    (tf.compat.v2.nn, "scale_regularization_loss", _scale_regularization_loss),
+    *[(nn, "compute_average_loss", _compute_average_loss) for nn in _NN],
+    *[(nn, "scale_regularization_loss", _scale_regularization) for nn in _NN],
     (tf.GradientTape, "gradient", _gradient),
 ]
 """(owner, name of a function, what replaces it: see `_hooked`)."""

@@ -15,15 +15,8 @@ import tensorflow as tf
 
 from tfmw.keras_compat.parameter_servers import RemoteRows
 
-_VIEWED = (
-    tf.float16,
-    tf.float32,
-    tf.float64,
-    tf.int32,
-    tf.int64,
-    tf.uint8,
-    tf.bool,
-)  # by the buffer protocol
+# By the buffer protocol.
+_VIEWED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64, tf.uint8, tf.bool)
 
 
 def view_of(tensor: tf.Tensor) -> np.ndarray:

@@ -31,10 +31,8 @@ def compiled_parts(model: keras.Model) -> list[Any]:
     return [optimizer, model._compile_loss, model._compile_metrics]
 
 
-def class_weight_to_sample_weights(y: Any, class_weight: dict[int, float]) -> Any:
-    """The weight of each example, float32 [examples], from the weights of its class."""
-    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
-
+class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights
+"""(y, class_weight) -> the weight of each example, float32 [examples]."""
 
 # Keras's name of the generator of draws without a seed. 3.8 has the same value, without a constant.
 _UNSEEDED = getattr(seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
@@ -152,6 +150,7 @@ def build_all(model: keras.Model, spec: Any) -> None:
         spec: structure of tf.TensorSpec, of one batch (x, y, sample weights).
     """
     own_step = overrides_step(model, "train_step")
+    _, *compiled = compiled_parts(model)
     if own_step:
         # Only the step knows the inputs of the model: a batch (anchor, positive, negative), for
         # example, has three inputs, which Keras takes for x, y and sample weights. And it alone
@@ -162,7 +161,6 @@ def build_all(model: keras.Model, spec: Any) -> None:
             optimizer.build(model.trainable_variables)
         else:
             _trace_step(model, spec)
-    compiled = (model._compile_loss, model._compile_metrics)
     if not own_step or not all(part is None or part.built for part in compiled):
         hidden = [(model, "optimizer", None)] if own_step else []
         try:
@@ -225,25 +223,22 @@ def _trace_step(model: keras.Model, spec: Any) -> None:
 
 def _unbuilt(model: keras.Model) -> list[Any]:
     """Layers, losses, metrics and optimizers of a model that have no variables yet."""
-    compiled = (model._compile_loss, model._compile_metrics)
+    _, *compiled = compiled_parts(model)
     parts = [*layers_of(model), *compiled, *optimizers_of(model)]
     return [part for part in parts if part is not None and not part.built]
 
 
 def build_for_inputs(model: keras.Model, spec: Any) -> None:
     """Creates the variables of the model only, from the specs of its inputs."""
-    model(tf.nest.map_structure(_keras_tensor, spec))
+    kinds = {tf.SparseTensorSpec: {"sparse": True}, tf.RaggedTensorSpec: {"ragged": True}}
 
+    def keras_tensor(spec: Any) -> Any:
+        if spec is None:
+            return None
+        dtype = keras.backend.standardize_dtype(spec.dtype.name)
+        return keras.KerasTensor(spec.shape, dtype, **kinds.get(type(spec), {}))
 
-def _keras_tensor(spec: Any) -> Any:
-    if spec is None:
-        return None
-    kind: dict[str, bool] = {}
-    if isinstance(spec, tf.SparseTensorSpec):
-        kind["sparse"] = True
-    elif isinstance(spec, tf.RaggedTensorSpec):
-        kind["ragged"] = True
-    return keras.KerasTensor(spec.shape, keras.backend.standardize_dtype(spec.dtype.name), **kind)
+    model(tf.nest.map_structure(keras_tensor, spec))
 
 
 def settable_learning_rate(optimizer: Any) -> float | None:

@@ -132,11 +132,8 @@ def reduced(part: Any) -> tuple[Any, ...] | None:
 
 def saveable_state(part: Any) -> dict[str, Any]:
     """Attributes of a layer, model or the like, without compiled functions."""
-    state = _own_state(part)
-    for name in ("train_function", "test_function", "predict_function", "history"):
-        if name in state:
-            state[name] = None
-    return state
+    left_out = ("train_function", "test_function", "predict_function", "history")
+    return {k: None if k in left_out else v for k, v in _own_state(part).items()}
 
 
 def _variable(cls: type, state: dict[str, Any], value: Any) -> Any:
@@ -166,9 +163,6 @@ def _fill(part: Any, state: dict[str, Any]) -> None:
 def _fill_collection(part: Any, state: tuple[dict[str, Any], Any]) -> None:
     attributes, members = state
     vars(part).update(attributes)
-    if isinstance(part, list):
-        list.extend(part, members)
-    elif isinstance(part, dict):
-        dict.update(part, members)
-    else:
-        set.update(part, members)
+    # The built-in method, which does not track the members.
+    fill = list.extend if isinstance(part, list) else type(members).update
+    fill(part, members)

@@ -122,8 +122,9 @@ class Placement:
         placed_here = {id(variable) for variable in self.variables}
         seeds = [seed for seed in seeds_of(self.model) if id(seed) in placed_here]
         self.bring_back()
-        first = self.strategy.experimental_local_results
-        of_first = {i: first(native(v))[0].numpy() for v in self.variables if (i := id(v)) in own}
+        of_first = {
+            i: memory.copies_of(native(v))[0].numpy() for v in self.variables if (i := id(v)) in own
+        }
         _vary_seeds(self.strategy, seeds)
         was_placed = vars(self.model).pop(_PLACED)
         try:
@@ -134,18 +135,16 @@ class Placement:
                 self.variables, self.originals, copies, strict=True
             ):
                 set_native(variable, copy)
-                before, now = of_first.get(id(variable)), first(original)[0]
+                before, now = of_first.get(id(variable)), memory.copies_of(original)[0]
                 if before is None or not np.array_equal(before, now.numpy(), equal_nan=True):
-                    _assign_copies(self.strategy, copy, original)
+                    _assign_copies(copy, original)
             _vary_seeds(self.strategy, seeds)
 
 
-def _assign_copies(
-    strategy: tf.distribute.Strategy, copy: tf.Variable, original: tf.Variable
-) -> None:
+def _assign_copies(copy: tf.Variable, original: tf.Variable) -> None:
     """Assigns the value of an original to all copies of this process."""
-    value = strategy.experimental_local_results(original)[0]
-    for each in strategy.experimental_local_results(copy):
+    value = memory.copies_of(original)[0]
+    for each in memory.copies_of(copy):
         _assign(each, value)
         # A sum made in the scope is divided between its copies. Reading it would be a
         # collective, and not all processes need be here.
@@ -153,7 +152,8 @@ def _assign_copies(
             if original.synchronization == tf.VariableSynchronization.ON_READ and (
                 original.aggregation == tf.VariableAggregation.SUM
             ):
-                each.assign(each.read_value() * strategy.num_replicas_in_sync)
+                replicas = original.distribute_strategy.num_replicas_in_sync
+                each.assign(each.read_value() * replicas)
 
 
 def _assign(to: tf.Variable, value: tf.Variable) -> None:
@@ -210,7 +210,7 @@ def placed(
                         aggregation=tf.VariableAggregation.NONE,
                     )
                 else:
-                    _assign_copies(strategy, copy, original)
+                    _assign_copies(copy, original)
                 set_native(variable, copy)
         try:
             with _seeds_varied(model, strategy, seeds):
@@ -286,11 +286,7 @@ def _vary_seeds(strategy: tf.distribute.Strategy, seeds: list[Any]) -> None:
 
 
 def vary_seeds(model: keras.Model, replica: int) -> None:
-    """As placement does on entry and at its end, within a step. In a replica context.
-
-    Args:
-        replica: the number of the replica that runs, over all processes.
-    """
+    """As placement does on entry and at its end, in the context of a replica of this number."""
     for state in seeds_of(model) if replica else []:
         value = state.value
         state.assign(tf.bitwise.bitwise_xor(value, tf.constant(_fold(replica), value.dtype)))

@@ -193,26 +193,17 @@ _as_it_is = tf.autograph.experimental.do_not_convert
 
 @dataclasses.dataclass(frozen=True)
 class FileReader:
-    """A pipeline that joins the records of files.
+    """A pipeline that joins the records of files."""
 
-    Attributes:
-        node: the `flat_map` or `interleave`.
-        names: the function of a map over `input`: string [k], the files of an element.
-        kind: "tfrecord" or "text".
-        skip: the number of records that are left out at the beginning of each element's.
-        maps: map nodes for single records, the first one first.
-        cycle_length: number of elements that are read in turns; None for tf.data's default, which
-            is another one on other numbers of cores; see `default_cycle_length`.
-        block_length: number of records of a turn.
-    """
-
-    node: tf.data.Dataset
-    names: Callable[..., tf.Tensor]
-    kind: str
-    skip: int
-    maps: list[tf.data.Dataset]
+    node: tf.data.Dataset  # the `flat_map` or `interleave`
+    names: Callable[..., tf.Tensor]  # of a map over `input`: string [k], the files of an element
+    kind: str  # "tfrecord" or "text"
+    skip: int  # records that are left out at the beginning of each element's
+    maps: list[tf.data.Dataset]  # for single records, the first one first
+    # Elements that are read in turns; None for tf.data's default, which depends on the number of
+    # cores; see `default_cycle_length`.
     cycle_length: int | None
-    block_length: int
+    block_length: int  # records of a turn
 
     @property
     def input(self) -> tf.data.Dataset:
@@ -239,13 +230,8 @@ class FileReader:
         calls = self.calls
         if isinstance(self.node, readers.ParallelInterleaveDataset):
             calls = cycle_length  # of TensorFlow 1: it reads that many files at a time
-        return source.interleave(
-            function,
-            cycle_length,
-            self.block_length,
-            calls,
-            None if calls is None else True,
-        )
+        ordered = None if calls is None else True
+        return source.interleave(function, cycle_length, self.block_length, calls, ordered)
 
 
 def file_reader(node: tf.data.Dataset) -> FileReader | None:
@@ -279,7 +265,12 @@ def _file_reader(node: tf.data.Dataset) -> FileReader | None:
         return None
     if not any(operation.op in _OPS for operation in datasets.map_graph_nodes(node)):
         return None
-    cycle_length, block_length = _turns(node)
+    cycle_length: int | None = 1
+    block_length = 1
+    if not isinstance(node, _FLAT_MAP):
+        cycle_length = int(tf.get_static_value(node._cycle_length))
+        cycle_length = None if cycle_length < 0 else cycle_length
+        block_length = int(tf.get_static_value(node._block_length))
     if isinstance(node, readers.ParallelInterleaveDataset) and block_length > 1:
         return None  # in an order of its own
     function, found = node._map_func._func, []
@@ -293,14 +284,6 @@ def _file_reader(node: tf.data.Dataset) -> FileReader | None:
         return None
     _, kind, skip, maps = found[-1]
     return FileReader(node, names_of, kind, skip, maps, cycle_length, block_length)
-
-
-def _turns(node: tf.data.Dataset) -> tuple[int | None, int]:
-    """(cycle length, block length)."""
-    if isinstance(node, _FLAT_MAP):
-        return 1, 1
-    cycle_length = int(tf.get_static_value(node._cycle_length))
-    return None if cycle_length < 0 else cycle_length, int(tf.get_static_value(node._block_length))
 
 
 def _records_of(node: Any) -> tuple[tf.Tensor, str, int, list[tf.data.Dataset]] | None:

@@ -59,19 +59,13 @@ _DRAWN_TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 @dataclasses.dataclass(frozen=True)
 class Partitioning:
-    """The places at which a layer's variable may be divided: between units of successive rows.
+    """The places at which a layer's variable may be divided: between units of successive rows."""
 
-    Attributes:
-        units: number of units.
-        rows: of each unit.
-        first: rows before those of the first unit, with which they stay.
-        follows: the Keras variable, partitioned into as many units, whose shards have the same
-            units on the same servers; None: any partitioning.
-    """
-
-    units: int
-    rows: int
-    first: int = 0
+    units: int  # number of units
+    rows: int  # of each unit
+    first: int = 0  # rows before those of the first unit, with which they stay
+    # The Keras variable, partitioned into as many units, whose shards have the same units on the
+    # same servers; None: any partitioning.
     follows: Any = None
 
     def rows_of(self, start: int, stop: int) -> tuple[int, int]:
@@ -114,22 +108,15 @@ def partitioning_of(variable: Any) -> Partitioning | None:
 
 @dataclasses.dataclass(frozen=True)
 class NewVariable:
-    """A Keras variable that has no value yet.
-
-    Attributes:
-        path, shape, dtype, trainable: of the variable.
-        initializer: (shape, dtype) -> its value.
-        slot_of: the Keras variable whose optimizer's slot it is, or None.
-        partitioning: where it may be divided; None for between any rows.
-    """
+    """A Keras variable that has no value yet."""
 
     path: str
     shape: list[int]
     dtype: tf.DType
     trainable: bool
-    initializer: Any
-    slot_of: Any
-    partitioning: Partitioning | None = None
+    initializer: Any  # (shape, dtype) -> its value
+    slot_of: Any  # the Keras variable whose optimizer's slot it is, or None
+    partitioning: Partitioning | None = None  # None: it may be divided between any rows
 
     @property
     def row_bytes(self) -> int:
@@ -142,11 +129,7 @@ _building = threading.local()  # `partitioning`: of the weight that a layer make
 
 
 def make_variables_by(make: Callable[[NewVariable], RemoteRows | None]) -> None:
-    """From now on `make` decides about each new Keras variable of this process.
-
-    Args:
-        make: returns the object that the variable holds, or None for a `tf.Variable` as ever.
-    """
+    """From now on `make` returns what each new Keras variable holds; None: a `tf.Variable`."""
     global _make
     _install()
     _make = make
@@ -240,12 +223,7 @@ class StandIn(_resource_variables.BaseResourceVariable):
 
 
 class RowsElsewhere(RemoteRows):
-    """A variable of no rows, which a SavedModel has in place of one whose rows are elsewhere.
-
-    Args:
-        shape: with all rows.
-        look_up, read: as of `RemoteRows`.
-    """
+    """A variable of no rows, which a SavedModel has in place of one of this shape elsewhere."""
 
     def __init__(
         self,
