@@ -329,26 +329,19 @@ def ranked(addresses: list[str], rank: int, environ: Mapping[str, str], source: 
             f"{tf_config.describe(source)} numbers this process {rank} of {total} tasks, which are "
             "numbered from 0; start as many processes as there are tasks."
         )
-    if ps == 0:
-        return {"workers": tuple(addresses), "task": "worker", "index": rank, "source": source}
-    if ps > total - 2:
+    if ps and ps > total - 2:
         raise ClusterError(
             f"{TFMW_NUM_PS} is {ps} with {total} tasks; parameter servers need one task more as "
             f"the chief and at least one as a worker: start {ps + 2} tasks or lower {TFMW_NUM_PS}."
         )
-    first_ps = total - ps
-    if rank == 0:
-        task, index = "chief", 0
-    elif rank < first_ps:
-        task, index = "worker", rank - 1
-    else:
-        task, index = "ps", rank - first_ps
+    chiefs, first_ps = min(ps, 1), total - ps
+    tasks = ["chief"] * chiefs + ["worker"] * (first_ps - chiefs) + ["ps"] * ps
     return {
-        "workers": tuple(addresses[1:first_ps]),
+        "chief": tuple(addresses[:chiefs]),
+        "workers": tuple(addresses[chiefs:first_ps]),
         "ps": tuple(addresses[first_ps:]),
-        "chief": (addresses[0],),
-        "task": task,
-        "index": index,
+        "task": tasks[rank],
+        "index": tasks[:rank].count(tasks[rank]),
         "source": source,
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 from tfmw.cluster import addresses
 from tfmw.errors import ClusterError
@@ -20,6 +20,7 @@ TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 
 _EXAMPLE = '{"cluster": {"worker": ["h0:2222", "h1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
+_FIELDS = {"worker": "workers", "evaluator": "evaluators"}
 _SOURCES = {
     "TF_CONFIG": "TF_CONFIG",
     "slurm": "the Slurm environment",
@@ -31,16 +32,8 @@ _SOURCES = {
 }
 
 
-class Fields(TypedDict, total=False):
-    """The fields of a `Cluster` that a reader has found."""
-
-    workers: tuple[str, ...]
-    ps: tuple[str, ...]
-    chief: tuple[str, ...]
-    evaluators: tuple[str, ...]
-    task: str
-    index: int
-    source: str
+Fields = dict[str, Any]
+"""The fields of a `Cluster` that a reader has found."""
 
 
 def describe(source: str) -> str:
@@ -96,10 +89,7 @@ def from_config(config: Any, source: str) -> Fields:
         )
     task, index = _own_task(config.get("task"), members, where)
     return {
-        "workers": members["worker"],
-        "ps": members["ps"],
-        "chief": members["chief"],
-        "evaluators": members["evaluator"],
+        **{_FIELDS.get(job, job): values for job, values in members.items()},
         "task": task,
         "index": index,
         "source": source,
