@@ -23,6 +23,7 @@ from tfmw.cluster.servers import SILENCE_S, ControlServer, wait_for_end
 from tfmw.parameter_server.ps_training import ParameterServerTraining
 from tfmw.parameter_server.variables import refuse_unsupported
 from tfmw.parameter_server.worker_data import for_workers
+from tfmw.runtime import sockets
 from tfmw.training.arguments import FitArguments
 from tfmw.training.fit_context import FitContext
 from tfmw.training.pace import FunctionPace
@@ -65,6 +66,18 @@ def servers(addresses, facts=FACTS, **options):
     ]
 
 
+def end_process(control):
+    """Closes all connections of a coordinator, as the end of its process would."""
+    sockets.stop(control._listener)
+    with control._changed:
+        control._is_over = True
+        channels = list(control._servers.values())
+        control._servers.clear()
+        control._changed.notify_all()
+    for channel in channels:
+        channel.close()
+
+
 def joined(threads):
     for thread, _ in threads:
         thread.join(10)
@@ -76,9 +89,9 @@ def test_servers_end_with_the_coordinator(addresses):
     threads = servers(addresses)
     control = ControlServer(cluster("chief", 0, addresses), FACTS)
     control.wait_for_all(10)
-    assert control.connected == {"ps 0", "worker 0"}
+    assert set(control._servers) == {"ps 0", "worker 0"}
     control.finish()
-    control.close()
+    end_process(control)
     assert joined(threads) == [[], []]
 
 
@@ -86,11 +99,11 @@ def test_servers_outlive_a_dead_coordinator_and_serve_the_next(addresses):
     threads = servers(addresses)
     first = ControlServer(cluster("chief", 0, addresses), FACTS)
     first.wait_for_all(10)
-    first.close()  # without a word
+    end_process(first)  # without a word
     second = ControlServer(cluster("chief", 0, addresses), FACTS)
     second.wait_for_all(10)
     second.finish()
-    second.close()
+    end_process(second)
     assert joined(threads) == [[], []]
 
 
@@ -100,7 +113,7 @@ def test_existing_servers_serve_one_training_after_another(addresses):
         control = ControlServer(cluster("chief", 0, addresses), FACTS)
         control.wait_for_all(10)
         control.finish()
-        control.close()
+        end_process(control)
     assert all(thread.is_alive() for thread, _ in threads)
 
 
@@ -118,7 +131,7 @@ def test_the_silence_of_tensorflows_connections_is_limited(addresses):
             limit_ms = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
             assert limit_ms == SILENCE_S * 1000
     control.finish()
-    control.close()
+    end_process(control)
     assert joined(threads) == [[], []]
 
 
@@ -126,8 +139,8 @@ def test_failed_coordinator_sends_its_error(addresses):
     threads = servers(addresses)
     control = ControlServer(cluster("chief", 0, addresses), FACTS)
     control.wait_for_all(10)
-    control.fail("ValueError: bad model")
-    control.close()
+    control.finish("ValueError: bad model")
+    end_process(control)
     for (error,) in joined(threads):
         assert isinstance(error, TaskFailed)
         assert "bad model" in str(error)
@@ -140,7 +153,7 @@ def test_other_versions_are_refused_on_both_sides(addresses):
         control.wait_for_all(10)
     for (error,) in joined(threads):
         assert isinstance(error, ClusterError)
-    control.close()
+    end_process(control)
 
 
 def test_missing_server_is_named(addresses):
@@ -149,7 +162,7 @@ def test_missing_server_is_named(addresses):
     with pytest.raises(TfmwError, match=r"worker 0 \(.*\) did not connect within 0.5 s"):
         control.wait_for_all(0.5)
     control.finish()
-    control.close()
+    end_process(control)
     assert joined([thread]) == [[]]
 
 

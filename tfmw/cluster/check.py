@@ -27,7 +27,13 @@ from typing import Any
 
 from tfmw.cluster import addresses, shared_directories
 from tfmw.cluster.cluster import Cluster
-from tfmw.cluster.handshake import Channel, HelloServer, NotATask, TaskDescription, differences
+from tfmw.cluster.handshake import (
+    Channel,
+    NotATask,
+    TaskDescription,
+    differences,
+    serve_hellos,
+)
 from tfmw.errors import ClusterError
 from tfmw.runtime import disk, sockets
 from tfmw.runtime import versions as installed
@@ -140,7 +146,7 @@ def _check_cluster(
     peers = _Peers(cluster, findings.failed)
     with contextlib.ExitStack() as stack, sockets.listen() as any_port:
         try:
-            stack.enter_context(HelloServer(address, _PROTOCOL, peers.greet))
+            stack.callback(sockets.stop, serve_hellos(address, _PROTOCOL, peers.greet))
             findings.ok(f"port {addresses.split(address)[1]} of this task is free")
         except ClusterError as error:
             findings.failed(str(error).rstrip("."))

@@ -4,7 +4,7 @@
     local = TaskDescription("rendezvous", "worker 1", tasks, {"keras": "3.15.1"})
 
     def greet(remote: TaskDescription, channel: Channel) -> None: ...      # in a thread for each
-    with HelloServer("h0:2222", "rendezvous", greet): ...
+    listener = serve_hellos("h0:2222", "rendezvous", greet)
 
     with Channel.connect("h0:2222", timeout_s=5) as channel:
         channel.send(local.message())
@@ -31,7 +31,7 @@ from typing import Any
 
 from tfmw.cluster import addresses
 from tfmw.errors import ClusterError, TfmwError
-from tfmw.runtime.sockets import keep_alive
+from tfmw.runtime import sockets
 
 logger = logging.getLogger("tfmw")
 
@@ -52,21 +52,15 @@ class NotATask(OSError):
 
 @dataclasses.dataclass(frozen=True)
 class TaskDescription:
-    """A task's description of itself and of the cluster.
+    """A task's description of itself and of the cluster."""
 
-    Attributes:
-        protocol: purpose of the connection; hellos of another protocol are rejected.
-        task: its name, such as "worker 1".
-        tasks: name -> address of every task that takes part, in this task's description.
-        facts: name -> value that must be the same on every task (versions, options).
-        details: name -> value that may differ.
-    """
-
-    protocol: str
-    task: str
-    tasks: Mapping[str, str]
-    facts: Mapping[str, Any]
-    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    protocol: str  # purpose of the connection; hellos of another protocol are rejected
+    task: str  # its name, such as "worker 1"
+    tasks: Mapping[str, str]  # name -> address of every task that takes part, as this task sees it
+    facts: Mapping[
+        str, Any
+    ]  # name -> value that must be the same on every task (versions, options)
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values that may differ
 
     def message(self) -> dict[str, Any]:
         """The hello as a JSON object."""
@@ -253,16 +247,15 @@ class Channel:
     def closed_by_peer(self) -> bool:
         """Whether the peer has closed its end."""
         timeout_s = self._peer.gettimeout()
+        self._peer.setblocking(False)
         try:
-            self._peer.setblocking(False)
-            closed = self._peer.recv(1, socket.MSG_PEEK) == b""
-            self._peer.settimeout(timeout_s)
-            return closed
+            return self._peer.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
-            self._peer.settimeout(timeout_s)
             return False
         except OSError:
             return True
+        finally:
+            self._peer.settimeout(timeout_s)
 
     def peer_host(self) -> str:
         """IP address of the other end; "" once the connection is lost."""
@@ -273,7 +266,7 @@ class Channel:
 
     def keep_alive(self) -> None:
         """Enables TCP keep-alive: the loss of the peer's machine is detected in 11 seconds."""
-        keep_alive(self._peer)
+        sockets.keep_alive(self._peer)
 
     def close(self) -> None:
         """Closes the connection; a thread that waits in `receive` gets an error."""
@@ -283,7 +276,9 @@ class Channel:
         self._peer.close()
 
 
-class HelloServer:
+def serve_hellos(
+    address: str, protocol: str, greet: Callable[[TaskDescription, Channel], None]
+) -> socket.socket:
     """Listens on this task's address and calls a function for each peer that sends a hello.
 
     Args:
@@ -292,44 +287,23 @@ class HelloServer:
         greet: (a peer's hello, the channel to it); closes the channel. Runs in one thread for
             each connection.
 
+    Returns:
+        The listening socket, for `sockets.stop`.
+
     Raises:
         ClusterError: the port is taken.
     """
 
-    def __init__(
-        self, address: str, protocol: str, greet: Callable[[TaskDescription, Channel], None]
-    ):
-        self._listener = addresses.listen(address)
-        self._protocol = protocol
-        self._greet = greet
-        threading.Thread(target=self._accept, name=f"tfmw-{protocol}", daemon=True).start()
-
-    def __enter__(self) -> HelloServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Frees the port; connections stay open."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._receive_hello, args=(peer,), daemon=True).start()
-
-    def _receive_hello(self, peer: socket.socket) -> None:
+    def receive_hello(peer: socket.socket) -> None:
         channel = Channel(peer)
         try:
-            hello = TaskDescription.of(channel.receive(_HELLO_S), self._protocol)
+            hello = TaskDescription.of(channel.receive(_HELLO_S), protocol)
         except OSError as error:
             logger.debug("a connection to the port of this task was closed: %s", error)
             channel.close()
             return
-        self._greet(hello, channel)
+        greet(hello, channel)
+
+    listener = addresses.listen(address)
+    sockets.serve(listener, receive_hello, f"tfmw-{protocol}")
+    return listener

@@ -38,19 +38,12 @@ _ENDED, _ALL_ENDED = "tfmw/ended", "tfmw/all_ended"
 
 @dataclasses.dataclass
 class _Calls:
-    """The shared calls of this process.
+    """The shared calls of this process."""
 
-    Attributes:
-        completed: how many have ended; equal on all tasks that wait for nobody.
-        since: monotonic seconds when the current one began; None outside of one.
-        thread: that makes it.
-        problem: why it will never end, if it will not.
-    """
-
-    completed: int = 0
-    since: float | None = None
-    thread: int = 0
-    problem: UsageError | None = None
+    completed: int = 0  # how many have ended; equal on all tasks that wait for nobody
+    since: float | None = None  # monotonic seconds when the current one began; None outside of one
+    thread: int = 0  # that makes it
+    problem: UsageError | None = None  # why it will never end, if it will not
 
 
 _calls = _Calls()

@@ -31,24 +31,15 @@ logger = logging.getLogger("tfmw")
 
 @dataclasses.dataclass
 class JoinedCluster:
-    """A cluster that this process has joined.
-
-    Attributes:
-        cluster: with this process's task in it.
-        strategy: the one strategy of the process.
-        options: how it reduces gradients.
-        collectives: the argument of `init`: "auto", "tfmw", "ring" or "nccl".
-        control: the connections to parameter servers, on their coordinator.
-        settings: options of training on them.
-        at_failure: called when this task fails, after it has reported its error to other tasks.
-    """
+    """A cluster that this process has joined."""
 
     cluster: Cluster
-    strategy: tf.distribute.Strategy
-    options: tf.distribute.experimental.CommunicationOptions
-    collectives: str = "auto"
-    control: ControlServer | None = None
+    strategy: tf.distribute.Strategy  # the one strategy of the process
+    options: tf.distribute.experimental.CommunicationOptions  # how it reduces gradients
+    collectives: str = "auto"  # the argument of `init`
+    control: ControlServer | None = None  # the connections to parameter servers, on the coordinator
     settings: ServerSettings = dataclasses.field(default_factory=ServerSettings)
+    # Called when this task fails, after it has reported its error to other tasks:
     at_failure: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
@@ -207,29 +198,17 @@ def _report(joined: JoinedCluster, error: BaseException) -> None:
 
     from tfmw.keras_compat import runtime
 
-    if is_secondary(error):
-        return
+    lost = tf.errors.UnavailableError, tf.errors.AbortedError
+    if isinstance(error, (*lost, tf.errors.CancelledError, tf.errors.DeadlineExceededError)):
+        return  # it only reports the loss of another task
     if joined.control is not None:
-        joined.control.fail(f"{type(error).__name__}: {error}")
+        joined.control.finish(f"{type(error).__name__}: {error}")
         return
     name = f"{joined.cluster.task} {joined.cluster.index}"
     try:
         runtime.coordination_report_error(f"{name}: {type(error).__name__}: {error}")
     except (tf.errors.OpError, ValueError) as e:
         logger.warning("could not report the error to the other tasks: %s", e)
-
-
-def is_secondary(error: BaseException) -> bool:
-    """Whether `error` only reports the loss of another task."""
-    import tensorflow as tf
-
-    return isinstance(
-        error,
-        tf.errors.UnavailableError
-        | tf.errors.AbortedError
-        | tf.errors.CancelledError
-        | tf.errors.DeadlineExceededError,
-    )
 
 
 def leave_servers_at_exit(control: ControlServer) -> None:

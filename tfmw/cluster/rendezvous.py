@@ -12,7 +12,6 @@ library only.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Mapping
@@ -20,15 +19,16 @@ from collections.abc import Mapping
 from tfmw.cluster import Cluster, addresses
 from tfmw.cluster.handshake import (
     Channel,
-    HelloServer,
     TaskDescription,
     absence,
     accepted_by_chief,
     differences,
     listed,
     notice_of_waiting,
+    serve_hellos,
 )
 from tfmw.errors import ClusterError, TfmwError
+from tfmw.runtime import sockets
 
 _PROTOCOL = "rendezvous"
 _STRAGGLER_S = 10.0  # tasks that are started together connect within this time of each other
@@ -50,7 +50,7 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
     """
     hello = TaskDescription(_PROTOCOL, cluster.task_name, cluster.tasks("chief", "worker"), facts)
     if cluster.rank == 0:
-        _Meeting(hello, timeout_s).hold()
+        _gather(hello, timeout_s)
         return
     assert cluster.address is not None
     addresses.check_port_free(cluster.address)
@@ -69,82 +69,66 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
         ) from None
 
 
-@dataclasses.dataclass
-class _Peer:
-    """A task that has sent its hello and waits for the response."""
+def _gather(hello: TaskDescription, timeout_s: float) -> None:
+    """On the chief: receives a hello from every other task, compares, and responds to all."""
+    address = hello.tasks[hello.task]
+    changed = threading.Condition()
+    peers: list[tuple[TaskDescription, Channel, str | None]] = []  # with the problem of its hello
 
-    hello: TaskDescription
-    channel: Channel
-    problem: str | None
+    def missing() -> dict[str, str]:
+        names = {hello.task, *(remote.task for remote, _, _ in peers)}
+        return {name: a for name, a in hello.tasks.items() if name not in names}
 
+    def forget_closed() -> None:
+        peers[:] = [peer for peer in peers if not peer[1].closed_by_peer()]
 
-class _Meeting:
-    """The chief's side: collects a hello from every other task, compares, responds to all."""
-
-    def __init__(self, hello: TaskDescription, timeout_s: float):
-        self._hello = hello
-        self._address = next(iter(hello.tasks.values()))
-        self._expected = {name for name in hello.tasks if name != hello.task}
-        self._timeout_s = timeout_s
-        self._changed = threading.Condition()
-        self._peers: list[_Peer] = []
-
-    def hold(self) -> None:
-        notice = notice_of_waiting(
-            lambda: f"{self._hello.task} waits for {listed(self._missing())}"
-        )
-        with HelloServer(self._address, _PROTOCOL, self._greet), notice:
-            problem = self._wait()
-        response = {"problem": None if problem is None else str(problem)}
-        response["kind"] = type(problem).__name__
-        with self._changed:
-            peers = list(self._peers)
-        for peer in peers:
-            with contextlib.suppress(OSError):
-                peer.channel.send(response)
-        # The peers close first, so that no connection in TIME_WAIT keeps the port in use.
-        for peer in peers:
-            peer.channel.wait_closed(_CLOSE_S)
-            peer.channel.close()
-        if problem is not None:
-            raise problem
-
-    def _greet(self, hello: TaskDescription, channel: Channel) -> None:
-        with self._changed:
-            self._peers = [g for g in self._peers if not g.channel.closed_by_peer()]
-            problem = next(differences(self._hello, hello), None)
-            if hello.task == self._hello.task or hello.task in self._names():
+    def greet(remote: TaskDescription, channel: Channel) -> None:
+        with changed:
+            forget_closed()
+            problem = next(differences(hello, remote), None)
+            if remote.task in (hello.task, *(other.task for other, _, _ in peers)):
                 problem = problem or (
-                    f"two tasks are {hello.task}: give each task its own index "
+                    f"two tasks are {remote.task}: give each task its own index "
                     '("task" in TF_CONFIG, --task_index).'
                 )
-            self._peers.append(_Peer(hello, channel, problem))
-            self._changed.notify_all()
+            peers.append((remote, channel, problem))
+            changed.notify_all()
 
-    def _names(self) -> set[str]:
-        return {peer.hello.task for peer in self._peers}
-
-    def _wait(self) -> TfmwError | None:
+    def wait() -> TfmwError | None:
         """The problem that keeps the tasks from starting; None once all agree."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + timeout_s
         # After a problem: until when more tasks may connect and receive it.
         last_call: float | None = None
-        with self._changed:
+        with changed:
             while True:
-                self._peers = [g for g in self._peers if not g.channel.closed_by_peer()]
-                problem = next((g.problem for g in self._peers if g.problem), None)
-                if problem is None and self._expected <= self._names():
+                forget_closed()
+                problem = next((problem for _, _, problem in peers if problem), None)
+                if problem is None and not missing():
                     return None
                 now = time.monotonic()
                 last_call = None if problem is None else last_call or now + _STRAGGLER_S
                 left_s = min(deadline, last_call or deadline) - now
-                all_connected = len(self._peers) >= len(self._expected)
-                if problem is not None and (all_connected or left_s <= 0):
+                if problem is not None and (len(peers) >= len(hello.tasks) - 1 or left_s <= 0):
                     return ClusterError(problem)
                 if left_s <= 0:
-                    return absence(self._missing(), self._address, self._timeout_s)
-                self._changed.wait(min(left_s, _POLL_S))
+                    return absence(missing(), address, timeout_s)
+                changed.wait(min(left_s, _POLL_S))
 
-    def _missing(self) -> dict[str, str]:
-        names = self._expected - self._names()
-        return {name: a for name, a in self._hello.tasks.items() if name in names}
+    listener = serve_hellos(address, _PROTOCOL, greet)
+    try:
+        with notice_of_waiting(lambda: f"{hello.task} waits for {listed(missing())}"):
+            error = wait()
+    finally:
+        sockets.stop(listener)
+    response = {"problem": None if error is None else str(error), "kind": type(error).__name__}
+    with changed:
+        channels = [channel for _, channel, _ in peers]
+    for channel in channels:
+        with contextlib.suppress(OSError):
+            channel.send(response)
+    # The peers close first, so that no connection in TIME_WAIT keeps the port in use.
+    for channel in channels:
+        channel.wait_closed(_CLOSE_S)
+        channel.close()
+    if error is not None:
+        raise error

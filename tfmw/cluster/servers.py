@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 from tfmw.cluster import Cluster, addresses
 from tfmw.cluster.handshake import (
     Channel,
-    HelloServer,
     TaskDescription,
     absence,
     accepted_by_chief,
     differences,
     listed,
     notice_of_waiting,
+    serve_hellos,
 )
 from tfmw.errors import ClusterError, TaskFailed, TfmwError, UsageError
 from tfmw.runtime import sockets
@@ -68,20 +68,12 @@ Longer than it takes to notice it by the connection of this module, which also e
 
 @dataclasses.dataclass
 class ServerSettings:
-    """Options of parameter-server training.
+    """Options of parameter-server training; see `tfmw.strategies.parameter_server`."""
 
-    Attributes:
-        partition: (shape, dtype) -> into how many pieces, along the first axis, to divide a
-            variable.
-        sync_replicas: whether updates wait for the gradients of several workers.
-        replicas_to_aggregate: the number of gradients of an update; None for one of each worker.
-        prefetch_rows: for how many steps ahead rows are fetched.
-        row_compression: "bf16" if rows and their gradients travel as bfloat16.
-    """
-
+    # (shape, dtype) -> into how many pieces, along the first axis, to divide a variable
     partition: Callable[[Sequence[int], tf.DType], int] = lambda shape, dtype: 1
     sync_replicas: bool = False
-    replicas_to_aggregate: int | None = None
+    replicas_to_aggregate: int | None = None  # None: one gradient of each worker
     prefetch_rows: int = 0
     row_compression: str | None = None
 
@@ -174,10 +166,10 @@ def partition_of(
     def partition(shape: Sequence[int], dtype: tf.DType) -> int:
         if not shape or shape[0] < 2:
             return 1
+        wanted = 1
         if min_shard_bytes is not None:
-            size = dtype.size * math.prod(shape)
-            wanted = min(servers, size // min_shard_bytes)
-        elif partitioner is not None:
+            wanted = min(servers, dtype.size * math.prod(shape) // min_shard_bytes)
+        if partitioner is not None:
             parts = list(partitioner(tf.TensorShape(shape), dtype))
             if any(p != 1 for p in parts[1:]):
                 raise UsageError(
@@ -185,8 +177,6 @@ def partition_of(
                     "expected pieces along the first axis only."
                 )
             wanted = parts[0]
-        else:
-            return 1
         return max(1, min(int(wanted), shape[0]))
 
     return partition
@@ -225,7 +215,7 @@ class ControlServer:
         self._problem: str | None = None
         self._is_over = False
         try:
-            self._listener = HelloServer(cluster.chief[0], _PROTOCOL, self._greet)
+            self._listener = serve_hellos(cluster.chief[0], _PROTOCOL, self._greet)
         except ClusterError:
             if _is_coordinated(self._hello):
                 raise AlreadyCoordinated(
@@ -234,12 +224,6 @@ class ControlServer:
                 ) from None
             raise
         threading.Thread(target=self._limit_silence, name="tfmw-silence", daemon=True).start()
-
-    @property
-    def connected(self) -> set[str]:
-        """Names of the servers that are connected."""
-        with self._changed:
-            return set(self._servers)
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Returns once every server is connected and describes the same cluster.
@@ -264,33 +248,15 @@ class ControlServer:
         if absent:
             raise absence(absent, self._cluster.chief[0], timeout_s)
 
-    def finish(self) -> None:
-        """Sends every server the message that the training is done."""
-        self._send_all({"done": True})
-
-    def fail(self, message: str) -> None:
-        """Sends every server the error that ended the coordinator."""
-        self._send_all({"failed": message})
-
-    def close(self) -> None:
-        """Closes all connections, as the end of this process would."""
-        self._listener.close()
-        with self._changed:
-            self._is_over = True
-            servers = list(self._servers.values())
-            self._servers.clear()
-            self._changed.notify_all()
-        for channel in servers:
-            channel.close()
-
-    def _send_all(self, message: dict[str, Any]) -> None:
+    def finish(self, error: str | None = None) -> None:
+        """Sends every server that the training is done, or the error that ended the coordinator."""
         with self._changed:
             self._is_over = True
             servers = list(self._servers.values())
         for channel in servers:
-            with contextlib.suppress(OSError):
-                channel.send(message)  # the connection stays open: servers outlive this process
-        self._listener.close()
+            with contextlib.suppress(OSError):  # the connection stays open: servers outlive this
+                channel.send({"done": True} if error is None else {"failed": error})
+        sockets.stop(self._listener)
 
     def _greet(self, hello: TaskDescription, channel: Channel) -> None:
         name, problem = hello.task, next(differences(self._hello, hello), None)

@@ -22,13 +22,13 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tfmw.runtime.sockets import DETECTED_IN_11_S, keep_alive
+from tfmw.cluster import addresses
+from tfmw.runtime import sockets
 
 CONNECT_S = 5.0
 HELLO_S = 2.0  # in which a new connection must have proven the key
@@ -57,7 +57,8 @@ class Connection:
         self._sending = threading.Lock()
         peer.settimeout(None)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(peer, DETECTED_IN_11_S | {"TCP_USER_TIMEOUT": round(SILENCE_S * 1000)})
+        limit = {"TCP_USER_TIMEOUT": round(SILENCE_S * 1000)}
+        sockets.keep_alive(peer, sockets.DETECTED_IN_11_S | limit)
 
     def send(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         """Sends a message. From any thread.
@@ -106,8 +107,7 @@ def connect(address: str, key: bytes) -> Connection:
         OSError: nobody listens there.
         NotAMember: the other side does not know the key.
     """
-    host, _, port = address.rpartition(":")
-    peer = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
+    peer = socket.create_connection(addresses.split(address), timeout=CONNECT_S)
     prove(peer, key)
     return Connection(peer)
 
@@ -135,32 +135,19 @@ class Server:
         self.refused = 0
         self._listener, self._key, self._handle = listener, key, handle
         self._strangers: collections.deque[socket.socket] = collections.deque()  # the oldest first
-        threading.Thread(target=self._accept, name=name, daemon=True).start()
+        sockets.serve(listener, self._serve, name)
 
     def close(self) -> None:
         """Accepts no further connection; those that are open stay."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                if self._listener.fileno() < 0:
-                    return
-                time.sleep(0.1)  # such as EMFILE
-                continue
-            self._strangers.append(peer)
-            if len(self._strangers) > _MOST_STRANGERS:
-                with contextlib.suppress(OSError, IndexError):  # its thread ends by that
-                    self._strangers.popleft().shutdown(socket.SHUT_RDWR)
-            threading.Thread(target=self._serve, args=[peer], daemon=True).start()
+        sockets.stop(self._listener)
 
     def _serve(self, peer: socket.socket) -> None:
+        self._strangers.append(peer)
         with contextlib.suppress(OSError):
             try:
+                if len(self._strangers) > _MOST_STRANGERS:
+                    with contextlib.suppress(OSError, IndexError):  # its thread ends by that
+                        self._strangers.popleft().shutdown(socket.SHUT_RDWR)
                 peer.settimeout(HELLO_S)
                 prove(peer, self._key, b"server", b"member")
             except NotAMember:
