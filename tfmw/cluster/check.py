@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import secrets
 import socket
 import threading
@@ -45,46 +46,34 @@ _SHARED_S = 10.0  # until a new file is visible on another machine: NFS caches l
 _CLOCKS_APART_S = 60.0  # more than a clock without NTP loses in a month
 
 
-@dataclasses.dataclass
 class Findings:
-    """The printed lines, one for each finding, and the number of failures."""
+    """Prints a line for each finding, and counts the failures."""
 
-    show: Callable[[str], None]
-    failures: int = 0
+    def __init__(self) -> None:
+        self.failures = 0
 
-    def ok(self, text: str) -> None:
-        self.show(f"ok: {text}")
+    def _add(self, kind: str, text: str) -> None:
+        self.failures += kind == "failed"
+        print(f"{kind}: {text}", flush=True)
 
-    def note(self, text: str) -> None:
-        self.show(f"note: {text}")
-
-    def failed(self, text: str) -> None:
-        self.failures += 1
-        self.show(f"failed: {text}")
+    ok = functools.partialmethod(_add, "ok")
+    note = functools.partialmethod(_add, "note")
+    failed = functools.partialmethod(_add, "failed")
 
 
-def report(
-    cluster: Cluster,
-    directories: Mapping[str, str],
-    *,
-    timeout_s: float = 60.0,
-    show: Callable[[str], None] = lambda line: print(line, flush=True),
-    find_devices: Callable[[], tuple[str, str]] = installed.ask_tensorflow,
-) -> int:
+def report(cluster: Cluster, directories: Mapping[str, str], *, timeout_s: float) -> int:
     """Checks a cluster as one of its tasks, and prints what it finds.
 
     Args:
         cluster: the cluster, and which of its tasks this process is.
         directories: option -> directory that all tasks must share, {"--backup_dir": "/shared"}.
         timeout_s: seconds in which the other tasks must connect.
-        show: prints a line.
-        find_devices: returns the Keras backend, and the GPUs that TensorFlow sees here.
 
     Returns:
         The exit status: 0, or 1 for problems.
     """
-    findings = Findings(show)
-    show(f"checking {cluster!r}")
+    findings = Findings()
+    print(f"checking {cluster!r}", flush=True)
     if cluster.is_public():
         findings.note(
             f"{', '.join(cluster.public_addresses())} is public, and the port of a tf.distribute "
@@ -98,7 +87,7 @@ def report(
             findings.failed(problem)
 
         def own_hello(any_port: int | None = None) -> TaskDescription:
-            backend, gpus = find_devices()  # takes seconds; the port is already open
+            backend, gpus = installed.ask_tensorflow()  # takes seconds; the port is already open
             if backend != "tensorflow":
                 findings.failed(
                     f"the Keras backend is {backend!r} ({gpus}): set KERAS_BACKEND=tensorflow"
@@ -121,7 +110,7 @@ def report(
                 if marker is not None:
                     findings.ok(f"{option} {local.facts[option]} can be written")
     count = findings.failures
-    show("all is well" if not count else f"{count} problem{'s' if count > 1 else ''}")
+    print("all is well" if not count else f"{count} problem{'s' if count > 1 else ''}", flush=True)
     return 1 if count else 0
 
 
@@ -143,7 +132,7 @@ def _check_cluster(
             f"{address!r}, the address of this task ({cluster.task_name}), is not an "
             "address of this machine: correct the task's index or its address"
         )
-    peers = _Peers(cluster, findings.failed)
+    peers = _Peers(cluster, findings)
     with contextlib.ExitStack() as stack, sockets.listen() as any_port:
         try:
             stack.callback(sockets.stop, serve_hellos(address, _PROTOCOL, peers.greet))
@@ -159,7 +148,7 @@ def _check_cluster(
                 findings.ok(f"{name} at {others[name]} is reached")
             else:
                 findings.failed(_unreached(name, others[name], problem, timeout_s))
-        _compare(local, peers, findings, min(_SHARED_S, timeout_s))
+        _compare(local, dict(peers.hellos), findings, min(_SHARED_S, timeout_s))
         _connect_next_in_ring(cluster, local, peers.hellos, findings)
         # A task that exits closes its port, and other tasks may not have connected yet.
         peers.leave([name for name, problem in problems.items() if problem is None], deadline)
@@ -198,10 +187,14 @@ def _unreached(name: str, address: str, problem: str, timeout_s: float) -> str:
     )
 
 
-def _compare(local: TaskDescription, peers: _Peers, findings: Findings, patience_s: float) -> None:
+def _compare(
+    local: TaskDescription,
+    hellos: Mapping[str, TaskDescription],
+    findings: Findings,
+    patience_s: float,
+) -> None:
     """Compares the tasks; both tasks of a pair print its differences."""
     before = findings.failures
-    hellos = dict(peers.hellos)
     for name, remote in hellos.items():
         for sentence in differences(local, remote):
             findings.failed(sentence.rstrip("."))
@@ -261,40 +254,27 @@ def _connect_next_in_ring(
 class _Peers:
     """The other tasks, of which each connects to this one, and this one to each.
 
-    Args:
-        cluster: this process is one of its tasks.
-        failed: called with each problem, one clause.
-
     Attributes:
         hellos: task -> its hello, with "ahead" in its details: seconds by which its clock is.
     """
 
-    def __init__(self, cluster: Cluster, failed: Callable[[str], None]):
+    def __init__(self, cluster: Cluster, findings: Findings):
         self.hellos: dict[str, TaskDescription] = {}
+        self._findings = findings
         self._id = secrets.token_hex(8)
         self._task = cluster.task_name
         self._tasks = cluster.tasks()
         self._hello: Future[TaskDescription] = Future()
         self._changed = threading.Condition()
-        self._ids: dict[str, str] = {self._task: self._id}
+        self._ids: dict[str, set[str]] = {self._task: {self._id}}  # of the processes of each task
         self._left: set[str] = set()
-        self._duplicates: set[str] = set()
-        self._failed = failed
 
     def open(self, hello: TaskDescription) -> None:
         """Responds to other tasks from now on, including those that have already connected."""
         self._hello.set_result(hello)
 
     def connect_all(self, others: Mapping[str, str], deadline: float) -> dict[str, str | None]:
-        """Connects to tasks until the deadline.
-
-        Args:
-            others: task -> address.
-            deadline: of `time.monotonic()`.
-
-        Returns:
-            Task -> why it was not reached; None if it was.
-        """
+        """Connects to tasks until the deadline: task -> why it was not reached; None if it was."""
 
         def connect(name: str) -> str | None:
             while (problem := self._connect(name, deadline)) is not None:
@@ -354,9 +334,10 @@ class _Peers:
             raise NotATask from None
         name = remote.task
         with self._changed:
-            if self._ids.setdefault(name, process) != process and name not in self._duplicates:
-                self._duplicates.add(name)
-                self._failed(f"two processes are {name}: give each task its own index")
+            ids = self._ids.setdefault(name, set())
+            if process not in ids and len(ids) == 1:
+                self._findings.failed(f"two processes are {name}: give each task its own index")
+            ids.add(process)
             if name != self._task:
                 details = {**remote.details, "ahead": clock - time.time()}
                 self.hellos.setdefault(name, dataclasses.replace(remote, details=details))

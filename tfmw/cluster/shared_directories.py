@@ -14,6 +14,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from tfmw.runtime.disk import is_local
 
@@ -67,11 +68,8 @@ def find_marker(option: str, path: str, name: str, chief: str, patience_s: float
 
 @contextlib.contextmanager
 def _local_marker(path: str, name: str) -> Iterator[str]:
-    missing = []
-    parent = os.path.abspath(path)
-    while not os.path.exists(parent):
-        missing.append(parent)
-        parent = os.path.dirname(parent)
+    whole = Path(os.path.abspath(path))
+    missing = [directory for directory in (whole, *whole.parents) if not directory.exists()]
     os.makedirs(path, exist_ok=True)
     try:
         with open(os.path.join(path, name), "x") as file:
@@ -103,8 +101,7 @@ def _remote_marker(path: str, name: str) -> Iterator[str]:
 def _read(path: str) -> str | None:
     try:
         if is_local(path):
-            with open(path) as file:
-                return file.read()
+            return Path(path).read_text()
         import tensorflow as tf
 
         with tf.io.gfile.GFile(path) as remote:
