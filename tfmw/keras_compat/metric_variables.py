@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -46,6 +46,15 @@ def leaf_metrics(model: keras.Model) -> list[Any]:
 def metric_variables(model: keras.Model) -> list[Any]:
     """The variables of a model's metrics, each once."""
     return unique(variable for metric in model.metrics for variable in metric.variables)
+
+
+def assign_flat(variables: Iterable[tf.Variable], values: np.ndarray) -> None:
+    """Assigns a row of values, [elements of all variables], to variables one after the other."""
+    start = 0
+    for variable in variables:
+        part = values[start : start + variable.shape.num_elements()]
+        variable.assign(tf.cast(part.reshape(variable.shape.as_list()), variable.dtype))
+        start += len(part)
 
 
 def combination(variable: Any, value: Any) -> str | None:

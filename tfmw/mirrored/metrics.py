@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfmw.errors import UsageError
 from tfmw.keras_compat import losses, models, objects, placement
 from tfmw.keras_compat.metric_variables import (
+    assign_flat,
     assigned_in_layer,
     combination,
     leaf_metrics,
@@ -260,13 +261,9 @@ class ReplicaState:
             averages = np.repeat(averages.mean(axis=0, keepdims=True), count, axis=0)
         for variables, rows in zip(self._groups(), (metrics, averages), strict=True):
             for local in range(sharding.local_replicas):
-                row, start = rows[sharding.local.start + local], 0
-                for variable in variables:
-                    copy = placement.local_copies(self._replicas.strategy, variable)[local]
-                    size = int(np.prod(copy.shape.as_list()))
-                    value = row[start : start + size].reshape(copy.shape.as_list())
-                    copy.assign(tf.cast(value, copy.dtype))
-                    start += size
+                strategy = self._replicas.strategy
+                copies = (placement.local_copies(strategy, v)[local] for v in variables)
+                assign_flat(copies, rows[sharding.local.start + local])
 
 
 Noted = list[tuple[Any, Any]]  # (result of a metric, the metric) of all local replicas in a step

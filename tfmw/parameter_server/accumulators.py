@@ -218,7 +218,6 @@ class SynchronousSteps(WorkerSteps):
         """Waits for enough gradients on one server, and updates its variables with their mean."""
         (optimizer,) = self.server_variables.optimizers
         updates: list[Update] = []
-        sent = []
         used = tf.constant(0, tf.int64)
         for number, pack in enumerate(self._gradients):
             if pack.server != where:
@@ -230,14 +229,10 @@ class SynchronousSteps(WorkerSteps):
                 used = tf.cast(total[-1], tf.int64)
 
             def update(total: tf.Tensor, pack: ServerPack = pack) -> None:
-                parts = pack.unpack(total[:-1] / total[-1])
-                for variable in pack.variables:
-                    shard = self.server_variables.shard(variable)
-                    self._updates.update_whole(optimizer, shard, variable, parts[id(variable)])
+                self._updates.update_pack(optimizer, pack, total[:-1] / total[-1])
 
             updates.append(([total], update))
-            sent.append(total)
-        self._updates.run(where, optimizer, updates, *sent)
+        self._updates.run(where, optimizer, updates, *(total for (total,), _ in updates))
         return used
 
     def _end_step(self, used: tf.Tensor) -> tf.Tensor:

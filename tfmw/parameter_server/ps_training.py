@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models, placement
-from tfmw.keras_compat.metric_variables import metric_variables, python_logs
+from tfmw.keras_compat.metric_variables import assign_flat, metric_variables, python_logs
 from tfmw.parameter_server import worker_data
 from tfmw.parameter_server.coordinator import PsDriver
 from tfmw.runtime.step_times import StepTimes
@@ -62,7 +62,7 @@ class ParameterServerTraining:
         self.signals: list[float] = []
         self._source = arguments.source
         self._servers = servers
-        self._driver: PsDriver | None = None
+        self.driver: PsDriver  # of the steps, from `start` on
         self._stack = contextlib.ExitStack()
         position = (None if record is None else record["feed"]) or {}
         self._restored_steps: int = position.get("done", 0)
@@ -85,18 +85,12 @@ class ParameterServerTraining:
         """Structure of tf.TensorSpec, of one batch."""
         return worker_data.for_workers(self._source, 1)[1]
 
-    @property
-    def driver(self) -> PsDriver:
-        """The driver of the steps, from `start` on."""
-        assert self._driver is not None
-        return self._driver
-
     # ------------------------------------------------------------ what the loop asks
 
     @property
     def examples(self) -> int:
         """Examples of all steps so far, over all workers."""
-        return self._driver.examples if self._driver is not None else 0
+        return self.driver.examples if hasattr(self, "driver") else 0
 
     @property
     def at_epoch_end(self) -> bool:
@@ -110,7 +104,7 @@ class ParameterServerTraining:
         del optimizer_read  # it is updated together with the model
         del every_batch  # workers run many steps between two calls of the coordinator
         self._model_is_read = model_is_read
-        self._driver = PsDriver(self.model, self._servers, self._source)
+        self.driver = PsDriver(self.model, self._servers, self._source)
 
     def restore_position(self) -> None:
         """Restores the number of updates only: workers read at their own pace."""
@@ -124,13 +118,7 @@ class ParameterServerTraining:
 
     def restore_replica_state(self, metrics: np.ndarray, averages: np.ndarray) -> None:
         del averages  # moving averages exist on the servers only
-        start, values = 0, metrics.sum(axis=0)
-        for variable in metric_variables(self.model):
-            own = models.native(variable)
-            size = own.shape.num_elements()
-            value = values[start : start + size].reshape(own.shape.as_list())
-            own.assign(tf.cast(value, own.dtype))
-            start += size
+        assign_flat(map(models.native, metric_variables(self.model)), metrics.sum(axis=0))
 
     def share_changes(self, inside_epoch: bool = False) -> None:
         if not self._finished:

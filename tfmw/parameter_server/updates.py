@@ -105,15 +105,9 @@ class Updates:
         by_variable = {id(v): g for g, v in grads}
         here = [v for _, v in grads if not contains(v, self.remote)]
 
-        def update_pack(pack: ServerPack, flat: tf.Tensor) -> None:
-            parts = pack.unpack(flat).values()
-            for variable, grad in zip(pack.variables, parts, strict=True):
-                shard = self.server_variables.shard(variable)
-                self.update_whole(optimizer, shard, variable, grad)
-
         for pack in self.server_variables.packs(here):
             flat = pack.pack(by_variable[id(v)] for v in pack.variables)
-            yield pack.server, ([flat], functools.partial(update_pack, pack))
+            yield pack.server, ([flat], functools.partial(self.update_pack, optimizer, pack))
 
     def _rows(self, optimizer: Any, grads: Grads, fetched: Fetched) -> Iterator[tuple[int, Update]]:
         """(server, update) of the variables whose rows stay on their servers."""
@@ -188,12 +182,21 @@ class Updates:
             if variable is optimizer.iterations:
                 copies[where].assign_add(1)
 
+    def update_pack(self, optimizer: Any, pack: ServerPack, flat: tf.Tensor) -> None:
+        """Updates the variables of a pack with their gradients."""
+        parts = pack.unpack(flat).values()
+        for variable, grad in zip(pack.variables, parts, strict=True):
+            self.update_whole(optimizer, self.server_variables.shard(variable), variable, grad)
+
+    def _pairs(self, variable: Any, shard: VariableShard) -> list[tuple[Any, Any]]:
+        """(Keras variable or slot, its rows in a shard); `variable` first."""
+        slots = self.server_variables.slots_of(variable)
+        return [(variable, shard.variable), *((s, shard.slots[id(s)]) for s in slots)]
+
     def update_whole(self, optimizer: Any, shard: VariableShard, variable: Any, grad: Any) -> None:
         """Updates a shard with a dense gradient of its shape, as `optimizer.apply` would."""
-        slots = self.server_variables.slots_of(variable)
-        pairs = [(variable, shard.variable), *((s, shard.slots[id(s)]) for s in slots)]
         with tf.control_dependencies(shard.mark_changed()):
-            _apply(optimizer, variable, grad, pairs)
+            _apply(optimizer, variable, grad, self._pairs(variable, shard))
         if variable.constraint is not None:
             shard.variable.assign(variable.constraint(shard.variable.read_value()))
 
@@ -216,21 +219,17 @@ class Updates:
         """
         rows = tf.cast(rows, shards[0][1].variable.dtype)
         each = tf.split(ids, sizes, num=len(shards)) if len(shards) > 1 else [ids]
-        slots = [self.server_variables.slots_of(variable) for variable, _ in shards]
-        own = [shard for _, shard in shards]
         trues = tf.split(tf.fill(tf.shape(ids), True), sizes, num=len(shards))
         marked = [
             op
-            for shard, where, true in zip(own, each, trues, strict=True)
+            for (_, shard), where, true in zip(shards, each, trues, strict=True)
             for op in shard.mark_changed(where, true)
         ]
         with tf.control_dependencies(marked):
-            pairs: list[tuple[Any, Any]] = [
-                (shards[0][0], ServerRows([shard.variable for shard in own], each, sizes))
+            pairs = [  # the variables of all shards, then their slots of each kind
+                (of_kind[0][0], ServerRows([held for _, held in of_kind], each, sizes))
+                for of_kind in zip(*itertools.starmap(self._pairs, shards), strict=True)
             ]
-            for number, slot in enumerate(slots[0]):
-                held = [shard.slots[id(of[number])] for shard, of in zip(own, slots, strict=True)]
-                pairs.append((slot, ServerRows(held, each, sizes)))
             _apply(optimizer, shards[0][0], rows, pairs)
 
     def update_every_row(

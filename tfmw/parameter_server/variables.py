@@ -24,6 +24,7 @@ step number, the learning rate).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -153,9 +154,9 @@ class ServerVariables:
         with tf.device(server(self.home)):
             self.tickets = tf.Variable(0, dtype=tf.int64, trainable=False, name="tickets")
             self.applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="applied")
-        self._sent = {id(v): v.numpy() for v, _ in self.scalars}
         self._weights = weights
-        self._known: dict[int, tf.Tensor] = {}
+        # By id, values that coordinator and servers share; no copy until one changes.
+        self._known = {id(v): models.native(v).read_value() for v, _ in self.scalars}
         self._remember()
 
     # ------------------------------------------------------------ placing
@@ -166,9 +167,10 @@ class ServerVariables:
             return [self._with_slots(variable, number) for number in range(len(table.shards))]
         leader = _leader(variable)
         if leader is not variable:
+            beside = functools.partial(_partitioning(variable).rows_beside, _partitioning(leader))
             return [
-                self._shard(variable, shard.server, *_rows_beside(variable, leader, shard))
-                for shard in self.shards(leader)
+                self._shard(variable, s.server, *(beside(s.start, s.stop) if s.stop else (0, 0)))
+                for s in self.shards(leader)
             ]
         ranges = _partitioning(variable).ranges(count) if count > 1 else [(0, 0)]
         return [self._shard(variable, int(np.argmin(self._load)), *rows) for rows in ranges]
@@ -265,12 +267,11 @@ class ServerVariables:
         for variable, copies in self.scalars:
             if contains(variable, counts):
                 models.native(variable).assign(copies[self.home].read_value())
-                self._sent[id(variable)] = variable.numpy()
+                self._known[id(variable)] = models.native(variable).read_value()
         if weights:
             self._remember()
 
     def _remember(self) -> None:
-        """Records the values that coordinator and servers share; no copy until one changes."""
         for variable in self._weights:
             if len(self.shards(variable)) == 1 and _bytes(variable) <= BLOCK_BYTES:
                 self._known[id(variable)] = models.native(variable).read_value()
@@ -280,25 +281,20 @@ class ServerVariables:
 
         Not weights of more than 64 MB, for which the comparison would cost too much.
         """
-        self.push_scalars()
-        for variable in self._weights:
-            known = self._known.get(id(variable))
-            if known is None:
-                continue
-            own = models.native(variable).read_value()
-            if not bool(tf.reduce_all(tf.equal(own, known))):
-                self.shard(variable).variable.assign(own)
-                self._known[id(variable)] = own
+        known = [v for v in self._weights if id(v) in self._known]
+        self._push([*self.scalars, *((v, [self.shard(v).variable]) for v in known)])
 
     def push_scalars(self) -> None:
         """Sends scalars that callbacks have changed on the coordinator: the learning rate."""
-        for variable, copies in self.scalars:
-            value = variable.numpy()
-            if np.array_equal(value, self._sent[id(variable)]):
-                continue
-            for copy in copies:
-                copy.assign(value)
-            self._sent[id(variable)] = value
+        self._push(self.scalars)
+
+    def _push(self, held: list[tuple[Any, list[tf.Variable]]]) -> None:
+        for variable, copies in held:
+            own = models.native(variable).read_value()
+            if not bool(tf.reduce_all(tf.equal(own, self._known[id(variable)]))):
+                for copy in copies:
+                    copy.assign(own)
+                self._known[id(variable)] = own
 
 
 # Optimizers whose update of an element depends on this element's gradient and slots, and on scalars
@@ -368,13 +364,6 @@ def _leader(variable: Any) -> Any:
 def _shard_count(variable: Any, partition: Callable[[Sequence[int], tf.DType], int]) -> int:
     count = partition(variable.shape.as_list(), models.native(variable).dtype)
     return min(count, max(1, _partitioning(variable).units))
-
-
-def _rows_beside(variable: Any, leader: Any, shard: VariableShard) -> tuple[int, int]:
-    """(start, stop) of the shard of a variable that is beside one of its leader."""
-    if not shard.stop:
-        return 0, 0
-    return _partitioning(variable).rows_beside(_partitioning(leader), shard.start, shard.stop)
 
 
 def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) -> None:

@@ -49,7 +49,12 @@ def for_workers(
 
     def maker(dataset: tf.data.Dataset, skip: int) -> Callable[[], tf.data.Dataset]:
         graph = datasets.dataset_graph(dataset)
-        _refuse_python(graph)
+        if datasets.python_ops(graph):
+            raise UsageError(
+                "the dataset runs Python code (from_generator, py_function, or a PyDataset), which "
+                "stays in the coordinator's process when the pipeline goes to the workers: build "
+                "it from TensorFlow ops, for example from files, or pass arrays."
+            )
         renew_all(graph)
 
         def make() -> tf.data.Dataset:
@@ -110,7 +115,7 @@ def _common_spec(specs: list[Any]) -> Any:
     for worker, other in enumerate(specs[1:], start=1):
         try:
             tf.nest.assert_same_structure(first, other, expand_composites=False)
-            first = tf.nest.map_structure(lambda a, b: _common(a, b), first, other)
+            first = tf.nest.map_structure(_common, first, other)
         except (TypeError, ValueError) as e:
             raise UsageError(
                 f"workers have different datasets: worker 0 has batches of {specs[0]}, worker "
@@ -129,12 +134,3 @@ def _common(a: Any, b: Any) -> Any:
 def _refuse_empty(dataset: tf.data.Dataset) -> None:
     if int(dataset.cardinality()) == 0:
         raise data.empty_dataset()
-
-
-def _refuse_python(graph: Any) -> None:
-    if datasets.python_ops(graph):
-        raise UsageError(
-            "the dataset runs Python code (from_generator, py_function, or a PyDataset), which "
-            "stays in the coordinator's process when the pipeline goes to the workers: build it "
-            "from TensorFlow ops, for example from files, or pass arrays."
-        )
