@@ -71,10 +71,9 @@ class SynchronousSteps(WorkerSteps):
         self._aggregate = aggregate
         self._now: Any = None
         (optimizer,) = server_variables.optimizers
-        packs = server_variables.packs(variables_of(optimizer))
-        self._gradients = packs
+        self._gradients = server_variables.packs(variables_of(optimizer))
         self._accumulators = []
-        for number, pack in enumerate(packs):
+        for number, pack in enumerate(self._gradients):
             with tf.device(server(pack.server)):
                 self._accumulators.append(
                     tf.raw_ops.ResourceConditionalAccumulator(
@@ -84,7 +83,7 @@ class SynchronousSteps(WorkerSteps):
                         reduction_type="SUM",
                     )
                 )
-        with tf.device(server(packs[0].server)):
+        with tf.device(server(self._gradients[0].server)):
             self._sent = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradients_sent")
         with tf.device(server(server_variables.home)):
             self._used = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradients_used")
@@ -198,10 +197,9 @@ class SynchronousSteps(WorkerSteps):
         def step(made: tf.Tensor) -> tf.Tensor:
             done_here = []
             for where in range(self.server_variables.servers):
+                op = parameter_servers.one_op(functools.partial(self._apply, where))
                 with tf.device(server(where)):
-                    done_here.append(
-                        parameter_servers.one_op(lambda where=where: self._apply(where))()
-                    )
+                    done_here.append(op())
             # Through the coordinator: servers are not connected to each other.
             all_done = tf.add_n([tf.identity(t) for t in done_here])
             with tf.device(server(self.server_variables.home)):

@@ -29,15 +29,10 @@ from tfmw.tables.shards import server
 
 
 class LookupReply(NamedTuple):
-    """The answers of servers, as they come; a structure of tensors for TensorFlow, too.
+    """The answers of servers, as they come; a structure of tensors for TensorFlow, too."""
 
-    Attributes:
-        packed: by server.
-        alone: the values of variables that are read by themselves.
-    """
-
-    packed: dict[int, tf.Tensor]
-    alone: list[tf.Tensor]
+    packed: dict[int, tf.Tensor]  # by server
+    alone: list[tf.Tensor]  # the values of variables that are read by themselves
 
 
 class Exchange:
@@ -79,7 +74,8 @@ class Exchange:
             tensors += [ids[where]] if where in ids else []
             if tensors or self._packs_of(where, pull):
                 sent[where] = tensors
-        messages = self._one_op("sent", _packed)(list(sent.values()))
+        packed_op = self._one_op("sent", lambda sent: [pack(of) if of else None for of in sent])
+        messages = packed_op(list(sent.values()))
         packed = {}
         for (where, tensors), message in zip(sent.items(), messages, strict=True):
             own, packs, asks = work.get(where, []), self._packs_of(where, pull), where in ids
@@ -107,8 +103,8 @@ class Exchange:
         """
         values: dict[int, tf.Tensor] = {}
         rows: dict[int, list[tf.Tensor]] = {}
-        for number, reply in enumerate(replies):
-            has_values, has_rows = number == 0, number == len(replies) - 1
+        for reply in replies:
+            has_values, has_rows = reply is replies[0], reply is replies[-1]
             for where, answer in reply.packed.items():
                 packs = self._packs_of(where, has_values)
                 specs = [tf.TensorSpec([None], pack.dtype) for pack in packs]
@@ -150,11 +146,6 @@ class Exchange:
             *_, ids = arrived
             answer += self._plan.answer(where, ids)
         return pack(answer) if answer else tf.constant(0)
-
-
-def _packed(sent: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor | None]:
-    """A message to each server; None if there is nothing to say."""
-    return [pack(tensors) if tensors else None for tensors in sent]
 
 
 def _split(

@@ -145,8 +145,8 @@ class _ServerPart:
         ]
         steps = next(copies for v, copies in server_variables.scalars if v is layer.step)
         self._held.append((layer.step, steps[rows.server]))
-        for slot in server_variables.slots_of(layer.embeddings):
-            self._held.append((slot, rows.slots[id(slot)]))
+        slots = server_variables.slots_of(layer.embeddings)
+        self._held += [(slot, rows.slots[id(slot)]) for slot in slots]
         with tf.device(server(self.server)):
             self._turn = tf.CriticalSection(shared_name=f"tfmw_hash_table_{uuid.uuid4().hex}")
 

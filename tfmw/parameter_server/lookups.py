@@ -30,15 +30,10 @@ from tfmw.tables.shards import MultiTableLookup, Route, VariableShard
 
 @dataclasses.dataclass(frozen=True)
 class RowTransfer:
-    """How rows and their gradients travel between workers and servers.
+    """How rows and their gradients travel between workers and servers."""
 
-    Attributes:
-        prefetch: for how many steps ahead rows are fetched, 0 or 1.
-        compression: "bf16", or None for the rows' own type.
-    """
-
-    prefetch: int = 0
-    compression: str | None = None
+    prefetch: int = 0  # for how many steps ahead rows are fetched, 0 or 1
+    compression: str | None = None  # "bf16", or None for the rows' own type
 
     def sent_as(self, dtype: tf.DType) -> tf.DType:
         """The type in which rows of this type are sent."""
@@ -46,33 +41,21 @@ class RowTransfer:
 
 
 class LookupRequest(NamedTuple):
-    """The requests to servers for one batch; a structure of tensors for TensorFlow, too.
+    """The requests to servers for one batch; a structure of tensors for TensorFlow, too."""
 
-    Attributes:
-        leaves: the tensors of the batch.
-        ids: of each group those of its lookups.
-        routes: of each group.
-        sent: by server int64 [...], how many ids of each of its variables, and these ids.
-    """
-
-    leaves: list[tf.Tensor]
-    ids: list[list[tf.Tensor]]
-    routes: list[Route]
-    sent: dict[int, tf.Tensor]
+    leaves: list[tf.Tensor]  # the tensors of the batch
+    ids: list[list[tf.Tensor]]  # of each group those of its lookups
+    routes: list[Route]  # of each group
+    sent: dict[int, tf.Tensor]  # by server int64 [...]: how many of each variable, and the ids
 
 
 class Fetched:
-    """Rows that were fetched before the step that looks them up.
-
-    Attributes:
-        batch: the tensors of the step's batch.
-        found: (rows, ids) by id of the Keras variable and the ops between the batch and the ids.
-        groups: (Keras variables, ids of each, their tables, the way of these ids) of those that
-            were fetched together.
-    """
+    """Rows that were fetched before the step with this batch, which looks them up."""
 
     def __init__(self, batch: list[tf.Tensor]):
+        # (rows, ids) by id of the Keras variable and the ops between the batch and the ids
         self.found: dict[tuple[int, Any], tuple[tf.Tensor, tf.Tensor]] = {}
+        # (Keras variables, ids of each, their tables, the way of these ids), fetched together
         self.groups: list[tuple[list[Any], list[tf.Tensor], MultiTableLookup, Route]] = []
         self.batch = batch
 
@@ -140,11 +123,9 @@ def plan_lookups(
 
 
 class Plan:
-    """The lookups of a step that are known from its batch.
+    """The lookups of a step that are known from its batch, as tensors of the traced graph.
 
-    Args:
-        batch: the tensors of the batch, in the graph that was traced.
-        groups: lookups whose rows have one shape and type, and their tables.
+    The lookups of a group have rows of one shape and type; with them are their tables.
     """
 
     def __init__(
@@ -184,10 +165,10 @@ class Plan:
 
     def specs(self, where: int) -> list[tf.TensorSpec]:
         """Of what a server answers."""
-        first = [group.shards[where][0][1] for _, group in self._groups if where in group.shards]
-        rows = [shard.variable for shard in first]
+        shards = [group.shards[where][0][1] for _, group in self._groups if where in group.shards]
         return [
-            tf.TensorSpec([None, *own.shape[1:]], self._travel.sent_as(own.dtype)) for own in rows
+            tf.TensorSpec([None, *s.variable.shape[1:]], self._travel.sent_as(s.variable.dtype))
+            for s in shards
         ]
 
     def answer(self, where: int, sent: tf.Tensor) -> list[tf.Tensor]:

@@ -12,9 +12,7 @@
         gradients, changes of state (batch-norm averages)
     return metrics                                        (the coordinator adds them up)
 
-Between two steps, one message goes to each server and one comes back (`exchange`): the server
-updates its variables with the gradients, counts the step, and answers with what the next one needs.
-What a worker computes of a step is one op (`_StepOp`), where that can be.
+Between two steps, one message goes to each server and one comes back; see `exchange`.
 
 No worker reads, changes and writes back a value that other workers write. Servers update their own
 variables and add to the counts. A worker returns metrics only when a function is complete.

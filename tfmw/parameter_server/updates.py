@@ -5,9 +5,6 @@
     by_server = updates.of_gradients(optimizer, grads, fetched)        # on a worker, see `exchange`
     updates.run(index, optimizer, [([gradient], update), ...])         # on a server
 
-Dense gradients of small variables are in one tensor. Of a variable whose rows stay on their servers
-only the rows travel that a batch has, each once, those of all such variables together.
-
 The user's own optimizer computes each update, on the server. While it runs, its Keras variables
 hold the server's variables and slots (`models.substituted`), or some of their rows (`ServerRows`).
 """
@@ -66,14 +63,10 @@ def taking_gradients(optimizer: Any, take: Callable[[Any, Grads], None]) -> Iter
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Updates:
-    """Updates of the variables of one model.
-
-    Args:
-        remote: the Keras variables whose rows stay on their servers.
-    """
+    """Updates of the variables of one model."""
 
     server_variables: ServerVariables
-    remote: list[Any]
+    remote: list[Any]  # the Keras variables whose rows stay on their servers
     travel: RowTransfer
 
     # ------------------------------------------------------------ on a worker
@@ -296,17 +289,14 @@ class ServerRows:
         return tf.convert_to_tensor(self._rows, dtype=dtype, name=name)
 
     def assign(self, value: tf.Tensor) -> None:
-        """Replaces the rows."""
         self._rows = tf.identity(value)
         self._scatter("scatter_update", value)
 
     def assign_add(self, value: tf.Tensor) -> None:
-        """Adds to the rows."""
         self._rows = self._rows + value
         self._scatter("scatter_add", value)
 
     def assign_sub(self, value: tf.Tensor) -> None:
-        """Subtracts from the rows."""
         self._rows = self._rows - value
         self._scatter("scatter_sub", value)
 
@@ -321,9 +311,7 @@ class ServerRows:
 class ReadOnlyScalar:
     """A scalar of the optimizer during a step: updates read it, only `Updates.run` counts.
 
-    Args:
-        copy: that has it, on a server.
-        value: of `copy`, if it has been read.
+    `copy` has it, on a server; `value` is that of `copy`, if it has been read.
     """
 
     def __init__(self, copy: tf.Variable, value: tf.Tensor | None = None):

@@ -34,10 +34,6 @@ def for_workers(
 ) -> tuple[list[Callable[[], tf.data.Dataset]], Any]:
     """Each worker's infinite pipeline of batches.
 
-    Args:
-        source: the data that the user passed to fit.
-        workers: number of workers.
-
     Returns:
         (for each worker a function that creates its dataset, the spec of their elements).
 
