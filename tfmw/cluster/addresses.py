@@ -136,8 +136,3 @@ def listen(address: str) -> socket.socket:
             f"({os.strerror(error.errno)}): stop the process that holds it, or give this task "
             "another port in every task's description of the cluster."
         ) from None
-
-
-def check_port_free(address: str) -> None:
-    """Raises ClusterError if this task's own port is taken on this machine."""
-    listen(address).close()

@@ -44,12 +44,7 @@ _calls = itertools.count()  # of this process; equal on all tasks, as they make 
 
 
 class Group:
-    """The processes that train together.
-
-    Attributes:
-        rank: of this process; 0 is the chief.
-        size: number of processes.
-    """
+    """The processes that train together: `size` of them, of which this is `rank`; 0: the chief."""
 
     def __init__(self, rank: int, size: int, tasks: Sequence[str] = ()):
         self.rank = rank

@@ -198,7 +198,7 @@ class Channel:
     """One JSON object per line, over a connected socket."""
 
     def __init__(self, peer: socket.socket):
-        self._peer = peer
+        self.peer = peer
         self._lines = peer.makefile("rb")
 
     @classmethod
@@ -214,7 +214,7 @@ class Channel:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Raises OSError if the peer has closed the connection."""
-        self._peer.sendall(json.dumps(message).encode() + b"\n")
+        self.peer.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float | None) -> dict[str, Any]:
         """The next object.
@@ -223,7 +223,7 @@ class Channel:
             NotATask: the peer sent something else.
             OSError: the peer closed the connection, or sent nothing for `timeout_s` seconds.
         """
-        self._peer.settimeout(timeout_s)
+        self.peer.settimeout(timeout_s)
         try:
             line = self._lines.readline(_MAX_LINE)
         except ValueError:  # closed by another thread
@@ -241,39 +241,35 @@ class Channel:
     def wait_closed(self, timeout_s: float | None) -> None:
         """Returns once the peer has closed its end, or after `timeout_s` seconds."""
         with contextlib.suppress(OSError):
-            self._peer.settimeout(timeout_s)
-            self._peer.recv(1)
+            self.peer.settimeout(timeout_s)
+            self.peer.recv(1)
 
     def closed_by_peer(self) -> bool:
         """Whether the peer has closed its end."""
-        timeout_s = self._peer.gettimeout()
-        self._peer.setblocking(False)
+        timeout_s = self.peer.gettimeout()
+        self.peer.setblocking(False)
         try:
-            return self._peer.recv(1, socket.MSG_PEEK) == b""
+            return self.peer.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
             return False
         except OSError:
             return True
         finally:
-            self._peer.settimeout(timeout_s)
+            self.peer.settimeout(timeout_s)
 
     def peer_host(self) -> str:
         """IP address of the other end; "" once the connection is lost."""
         try:
-            return str(self._peer.getpeername()[0])
+            return str(self.peer.getpeername()[0])
         except OSError:
             return ""
-
-    def keep_alive(self) -> None:
-        """Enables TCP keep-alive: the loss of the peer's machine is detected in 11 seconds."""
-        sockets.keep_alive(self._peer)
 
     def close(self) -> None:
         """Closes the connection; a thread that waits in `receive` gets an error."""
         with contextlib.suppress(OSError):
-            self._peer.shutdown(socket.SHUT_RDWR)
+            self.peer.shutdown(socket.SHUT_RDWR)
         self._lines.close()
-        self._peer.close()
+        self.peer.close()
 
 
 def serve_hellos(

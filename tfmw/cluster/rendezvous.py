@@ -53,7 +53,7 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
         _gather(hello, timeout_s)
         return
     assert cluster.address is not None
-    addresses.check_port_free(cluster.address)
+    addresses.listen(cluster.address).close()  # is the port free?
     chief = next(iter(hello.tasks.values()))
 
     def describe(problem: str) -> str:

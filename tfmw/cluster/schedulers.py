@@ -114,7 +114,11 @@ def from_slurm(environ: Mapping[str, str]) -> Fields | None:
             f"the Slurm environment contradicts itself: {total} tasks, the {len(nodes)} nodes "
             f"{nodelist}, and {per_node_text} tasks per node; start the tasks with one srun."
         )
-    slots = _layout(per_node, environ.get(SLURM_DISTRIBUTION, "block"))
+    # (node, position on the node) of each task. srun(1), --distribution: block fills one node after
+    # the other, cyclic assigns tasks in turn.
+    slots = [(node, local) for node, count in enumerate(per_node) for local in range(count)]
+    if environ.get(SLURM_DISTRIBUTION, "block").startswith("cyclic"):
+        slots.sort(key=lambda slot: (slot[1], slot[0]))
     _check_slot(environ, rank, slots)
     port = _port(environ)
     if port is None:
@@ -123,17 +127,6 @@ def from_slurm(environ: Mapping[str, str]) -> Fields | None:
         port = derived_port(job + 389 * step)
     addresses = [f"{nodes[node]}:{port + local}" for node, local in slots]
     return ranked(addresses, rank, environ, "slurm")
-
-
-def _layout(per_node: list[int], distribution: str) -> list[tuple[int, int]]:
-    """(node, position on the node) of each task, in the order of the tasks' numbers.
-
-    srun(1), --distribution: block fills one node after the other, cyclic assigns tasks in turn.
-    """
-    slots = [(node, local) for node, count in enumerate(per_node) for local in range(count)]
-    if distribution.startswith("cyclic"):
-        slots.sort(key=lambda slot: (slot[1], slot[0]))
-    return slots
 
 
 def _check_slot(environ: Mapping[str, str], rank: int, slots: list[tuple[int, int]]) -> None:

@@ -86,23 +86,18 @@ def serve(
     serve_again: bool,
     threads: int,
 ) -> None:
-    """Serves as the task that this process is, and returns once the coordinator is done.
+    """Starts TensorFlow's server of this task, and waits: see `wait_for_end`.
 
     Args:
-        facts: what must be the same on every task.
-        patience_s: seconds to wait for the first coordinator, and for a restarted one.
-        serve_again: whether to serve any number of trainings, one after another.
         threads: for the ops of this server; 0 lets TensorFlow choose.
 
     Raises:
-        ClusterError: a port in use, or tasks that disagree.
-        TaskFailed: the coordinator failed.
-        TfmwError: no coordinator connected.
+        ClusterError: the port of this task is in use.
     """
     import tensorflow as tf
 
     assert cluster.address is not None
-    addresses.check_port_free(cluster.address)
+    addresses.listen(cluster.address).close()  # is the port free?
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=threads, inter_op_parallelism_threads=_INTER_OP_THREADS
     )
@@ -119,10 +114,6 @@ def coordinate(
     cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float
 ) -> tuple[tf.distribute.Strategy, ControlServer]:
     """A ParameterServerStrategy connected to every server, and the control connections to them.
-
-    Args:
-        facts: what must be the same on every task.
-        timeout_s: seconds to wait for all of them.
 
     Raises:
         ClusterError: the chief's port is in use, or tasks disagree.
@@ -196,10 +187,6 @@ class AlreadyCoordinated(ClusterError):
 
 class ControlServer:
     """The coordinator's side: one connection to each server.
-
-    Args:
-        cluster: this process is its chief.
-        facts: what must be the same on every task, by name (versions).
 
     Raises:
         AlreadyCoordinated: the chief's port is taken by another coordinator of this cluster.
@@ -281,7 +268,7 @@ class ControlServer:
                 channel.send({"problem": None})  # before what is sent to all
             self._servers[name] = channel
             self._changed.notify_all()
-        channel.keep_alive()
+        sockets.keep_alive(channel.peer)
         channel.wait_closed(None)  # servers send nothing more
         channel.close()
         with self._changed:
@@ -354,7 +341,7 @@ def wait_for_end(
             ) from None
         was_there = True
         with channel:
-            channel.keep_alive()
+            sockets.keep_alive(channel.peer)
             try:
                 message = channel.receive(None)
             except OSError:
