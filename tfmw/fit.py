@@ -11,14 +11,14 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfmw import data, strategies
-from tfmw.callbacks import BetweenCalls
+from tfmw.callbacks.roles import without_backup
 from tfmw.checkpoint import evaluator
 from tfmw.checkpoint.resume import Backups
 from tfmw.cluster import membership
@@ -30,6 +30,7 @@ from tfmw.local_sgd import local_training
 from tfmw.local_sgd.round_client import RoundClient
 from tfmw.local_sgd.sync_settings import SyncSettings, checked
 from tfmw.mirrored.cached_driver import cached_driver
+from tfmw.mirrored.sync_driver import SyncDriver
 from tfmw.mirrored.sync_training import MirroredTraining, run_evaluation, run_prediction
 from tfmw.parameter_server.ps_training import ParameterServerTraining
 from tfmw.training.arguments import FitArguments, autologged, limited_steps, trained_in
@@ -152,7 +153,9 @@ def fit(
         )
     if export_dir is not None:
         check_path(export_dir)
-    arguments.set_seed()
+    if seed is not None:
+        keras.utils.set_random_seed(seed)
+        tf.config.experimental.enable_op_determinism()
     with errors_reported():
         context = FitContext.of(model, strategy, "fit")
         arguments = arguments.split()
@@ -208,7 +211,16 @@ def _sharded(context: FitContext, arguments: FitArguments, backups: Backups) -> 
             f"received sync_every={arguments.sync_every}: workers of parameter servers keep no "
             "weights of their own. Leave it out, or train with multi-worker mirroring."
         )
-    _refuse_other_driver(record, servers is not None, alone)
+    if record is not None:  # on all tasks
+        # Workers of parameter servers draw their own seeds.
+        was = _kind("seed" not in record["feed"], "rounds" in record["feed"])
+        now = _kind(servers is not None, alone)
+        if was != now:
+            raise UsageError(
+                f"the backup is of {was}, and this is {now}: their "
+                "positions in the data differ in kind. Use another backup_dir; to continue with "
+                "the weights, load them with model.load_weights before tfmw.fit."
+            )
     if servers is not None:
         return ParameterServerTraining(context, arguments, servers, record)
     if isinstance(backups, local_training.MemberBackups):
@@ -216,21 +228,6 @@ def _sharded(context: FitContext, arguments: FitArguments, backups: Backups) -> 
     if alone:
         return local_training.LocalTraining(context, arguments, backups)
     return MirroredTraining(context, arguments, record)
-
-
-def _refuse_other_driver(record: dict[str, Any] | None, on_servers: bool, alone: bool) -> None:
-    """Raises UsageError if a backup is of the other kind of training; all tasks know it."""
-    if record is None:
-        return
-    # Workers of parameter servers draw their own seeds.
-    was = _kind("seed" not in record["feed"], "rounds" in record["feed"])
-    now = _kind(on_servers, alone)
-    if was != now:
-        raise UsageError(
-            f"the backup is of {was}, and this is {now}: their "
-            "positions in the data differ in kind. Use another backup_dir; to continue with "
-            "the weights, load them with model.load_weights before tfmw.fit."
-        )
 
 
 def _kind(on_servers: bool, alone: bool) -> str:
@@ -262,17 +259,12 @@ def _loop(
     context: FitContext, arguments: FitArguments, training: Training, backups: Backups
 ) -> TrainingLoop:
     callback_list = context.callback_list(
-        arguments.user_callbacks,
+        without_backup(arguments.callbacks)[0],
+        training,
         verbose=0 if backups.is_done(arguments.epochs) else arguments.verbose,
         steps=training.steps_per_epoch,
         epochs=arguments.epochs,
-        examples=lambda: training.examples,
-        overlapping=isinstance(training, ParameterServerTraining),
         history=True,
-        ordinary_model=(
-            training.ordinary_model if isinstance(training, MirroredTraining) else None
-        ),
-        times=lambda: training.times,
     )
     validate: Any = None
     if arguments.validation_source is not None:
@@ -290,23 +282,17 @@ def _validate_here(
     signals: ValidationSignals | None = None,
 ) -> dict[str, Any]:
     """Evaluates on the validation data in this process only; returns the logs."""
+    del callbacks  # none runs around batches of a validation beside parameter servers
     source = arguments.validation_source
     assert source is not None
-    hooks: list[keras.callbacks.Callback] = []
-    if signals is not None:
-        respond, local = signals.respond, signals.local
-        hooks = [BetweenCalls(lambda: respond(list(local())))]
-    logs: dict[str, Any] = evaluate(
+    logs: dict[str, Any] = _one_pass(
+        "evaluate",
+        functools.partial(run_evaluation, signals=signals),
         model,
-        source.x,
-        source.y,
+        (source.x, source.y, source.sample_weight),
         batch_size=source.batch_size,
-        sample_weight=source.sample_weight,
         steps=source.steps,
         verbose=0,
-        callbacks=hooks,
-        return_dict=True,
-        strategy="default",
     )
     return logs
 
@@ -363,23 +349,23 @@ def evaluate(
         UsageError: an uncompiled model, an empty dataset, an infinite one without `steps`, or data
             that differs between workers.
     """
-    with errors_reported():
-        context = FitContext.of(model, strategy, "evaluate")
-        steps = limited_steps(steps)
-        source = data.Source(x, y, sample_weight, batch_size, steps, split=split_batch)
-        batches = EpochIterator(source, context.group, context.sharding, steps, "steps")
-        context.build(batches.shard.element_spec)
-        with cached_driver(context.model, context.strategy) as driver:
-            driver.splits = split_batch
-            callback_list = context.callback_list(
-                callbacks,
-                verbose=verbose,
-                steps=batches.steps_per_epoch,
-                examples=lambda: driver.examples,
-                ordinary_model=driver.ordinary_model,
-            )
-            logs = run_evaluation(driver, context.group, batches, callback_list)
-    return logs if return_dict else flatten_metrics(context.model, logs)
+
+    def run(driver: SyncDriver, *of_call: Any) -> Any:
+        logs = run_evaluation(driver, *of_call)
+        return logs if return_dict else flatten_metrics(driver.model, logs)
+
+    return _one_pass(
+        "evaluate",
+        run,
+        model,
+        (x, y, sample_weight),
+        batch_size=batch_size,
+        steps=limited_steps(steps),
+        verbose=verbose,
+        callbacks=callbacks,
+        strategy=strategy,
+        split_batch=split_batch,
+    )
 
 
 def predict(
@@ -408,18 +394,47 @@ def predict(
         UsageError: an empty dataset, an infinite one without `steps`, data that differs between
             workers, or outputs that cannot be sent between workers (strings).
     """
+    return _one_pass(
+        "predict",
+        run_prediction,
+        model,
+        (x, None, None),
+        batch_size=batch_size,
+        steps=limited_steps(steps),
+        verbose=verbose,
+        callbacks=callbacks,
+        strategy=strategy,
+        split_batch=split_batch,
+    )
+
+
+def _one_pass(
+    method: str,
+    run: Callable[..., Any],
+    model: Any,
+    examples: tuple[Any, Any, Any],
+    *,
+    batch_size: int | None,
+    steps: int | None,
+    verbose: Any,
+    callbacks: Any = None,
+    strategy: Any = "default",
+    split_batch: bool = True,
+) -> Any:
+    """The result of `run(driver, group, batches, callback_list)` for `evaluate` or `predict`."""
     with errors_reported():
-        context = FitContext.of(model, strategy, "predict")
-        steps = limited_steps(steps)
-        source = data.Source(x, None, None, batch_size, steps, split=split_batch)
+        context = FitContext.of(model, strategy, method)
+        source = data.Source(*examples, batch_size, steps, split=split_batch)
         batches = EpochIterator(source, context.group, context.sharding, steps, "steps")
-        context.build_for_prediction(batches.shard.element_spec)
+        evaluates = method == "evaluate"
+        context.build(batches.shard.element_spec, for_inputs=not evaluates)
         with cached_driver(context.model, context.strategy) as driver:
             driver.splits = split_batch
             callback_list = context.callback_list(
                 callbacks,
+                driver,
                 verbose=verbose,
                 steps=batches.steps_per_epoch,
-                ordinary_model=driver.ordinary_model,
+                counts=evaluates,
             )
-            return run_prediction(driver, context.group, batches, callback_list)
+            return run(driver, context.group, batches, callback_list)

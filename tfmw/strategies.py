@@ -181,11 +181,10 @@ def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strat
     if strategy is None:
         strategy = "auto"
     require_choice("strategy", strategy, STRATEGIES)
-    if is_evaluator():
+    entered = strategy == "auto" and tf.distribute.has_strategy()
+    if is_evaluator() or entered or strategy == "default":
         return tf.distribute.get_strategy()
     if strategy == "auto":
-        if tf.distribute.has_strategy():
-            return tf.distribute.get_strategy()
         if membership.joined() is None and not Cluster.resolve(os.environ).is_single:
             init()
         if membership.joined() is None and len(tf.config.list_logical_devices("GPU")) > 1:
@@ -197,19 +196,7 @@ def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strat
         return current_strategy()
     if strategy == "mirrored":
         return mirrored()
-    if strategy == "default":
-        return tf.distribute.get_strategy()
     return current_strategy() if membership.joined() is not None else parameter_server()
-
-
-def beside_training(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strategy:
-    """The strategy for evaluate and predict; with parameter servers, the coordinator alone."""
-    import tensorflow as tf
-
-    chosen = choose(strategy)
-    if not isinstance(chosen, tf.distribute.ParameterServerStrategy):
-        return chosen
-    return tf.distribute.get_strategy()
 
 
 def current_strategy() -> tf.distribute.Strategy:

@@ -4,35 +4,10 @@ Read `roles.py` first: it has the model that callbacks see, too. `progress_bar.p
 bar, and lines for log files; `log.py` a user's own log, a trace of all workers, and TensorBoard's
 files.
 
-May import: `tfmw.keras_compat`, `tfmw.runtime`, `tfmw.errors`.
+May import: `tfmw.cluster`, `tfmw.keras_compat`, `tfmw.trackers`, `tfmw.runtime`, `tfmw.errors`.
 """
 
-from tfmw.callbacks.log import Log, Observer, Trace, Training, begin_traces
-from tfmw.callbacks.roles import (
-    BackupAndRestore,
-    BetweenCalls,
-    ChiefOnly,
-    OnOrdinaryModel,
-    for_task,
-    may_read_optimizer,
-    wants_every_batch,
-    without_backup,
-    writes,
-)
+from tfmw.callbacks.log import Log, Trace
+from tfmw.callbacks.roles import BackupAndRestore, ChiefOnly
 
-__all__ = [
-    "BackupAndRestore",
-    "BetweenCalls",
-    "ChiefOnly",
-    "Log",
-    "Observer",
-    "OnOrdinaryModel",
-    "Trace",
-    "Training",
-    "begin_traces",
-    "for_task",
-    "may_read_optimizer",
-    "wants_every_batch",
-    "without_backup",
-    "writes",
-]
+__all__ = ["BackupAndRestore", "ChiefOnly", "Log", "Trace"]

@@ -6,7 +6,6 @@ are written before a backup, and cut after a restart.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmw.cluster.group import Group
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models
 from tfmw.runtime import goodput, tracing
@@ -27,36 +27,22 @@ logger = logging.getLogger("tfmw")
 Write = Callable[[dict[str, Any], int], Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """The progress of a training, for observers.
-
-    Args:
-        rank: of this worker.
-        workers: their number.
-        times: returns where the time of this worker's steps went; None on parameter
-            servers, whose coordinator makes no steps.
-        meet: waits until all workers have called it.
-    """
-
-    rank: int
-    workers: int
-    times: Callable[[], StepTimes | None]
-    meet: Callable[[], object]
-
-
 class Observer(keras.callbacks.Callback):
     """A callback that observes a training of `tfmw.fit`; in one of Keras it does less."""
 
     reads_optimizer = False
+    _group: Group | None = None  # in a training of Keras
+    _times: Callable[[], StepTimes | None]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._training: Training | None = None  # of Keras
+    def observe(self, group: Group, times: Callable[[], StepTimes | None]) -> None:
+        """Begins a training of `tfmw.fit`.
 
-    def observe(self, training: Training) -> None:
-        """Sets the training; `tfmw.fit` calls it."""
-        self._training = training
+        Args:
+            group: the workers.
+            times: returns where the time of this worker's steps went; None on parameter servers,
+                whose coordinator makes no steps.
+        """
+        self._group, self._times = group, times
 
 
 class Log(Observer):
@@ -112,14 +98,13 @@ class Log(Observer):
         self._note()
 
     def _own(self) -> dict[str, Any]:
-        training = self._training
-        if training is None:
+        if self._group is None:
             return {}
         now = goodput.division()
-        own: dict[str, Any] = {"rank": training.rank, "workers": training.workers}
+        own: dict[str, Any] = {"rank": self._group.rank, "workers": self._group.size}
         own |= {"goodput": now.goodput()}
         own |= {f"run_{part}_s": seconds for part, seconds in now.by_part().items()}
-        times = training.times()
+        times = self._times()
         split = None if times is None or self._before is None else times.since(self._before)
         if split is None:
             return own
@@ -128,8 +113,8 @@ class Log(Observer):
         return own | rates | means
 
     def _note(self) -> None:
-        if self._training is not None:
-            times = self._training.times()
+        if self._group is not None:
+            times = self._times()
             self._before = None if times is None else times.copy()
 
 
@@ -166,19 +151,13 @@ class Trace(Observer):
         self.directory = os.path.abspath(directory)
         self.steps = begin, end
 
-    def begin(self, step: int) -> None:
-        """Traces from this step on; the training loop calls it."""
-        if self._training is not None:
-            task = f"worker {self._training.rank}"
-            tracing.start(self.directory, self.steps, task, step)
-
     def on_train_end(self, logs: Any = None) -> None:
-        if self._training is None:
+        if self._group is None:
             return
-        training, self._training = self._training, None
+        group, self._group = self._group, None
         tracing.stop()
-        training.meet()
-        if training.rank == 0 and tracing.join(Path(self.directory)) is None:
+        group.from_all(None)
+        if group.is_chief and tracing.join(Path(self.directory)) is None:
             logger.warning(
                 "no trace is written to %s: none of the steps %d to %d was trained, or parameter "
                 "servers train, whose workers' steps are not traced",
@@ -188,16 +167,12 @@ class Trace(Observer):
 
 
 def begin_traces(callbacks: Iterable[Any], step: int) -> None:
-    """Starts the traces among the callbacks, before the driver decides how many steps a call has.
-
-    Args:
-        callbacks: of this task.
-        step: training steps that are done.
-    """
+    """Starts traces after `step` steps, before the driver decides how many steps a call has."""
     tracing.at_step(step)
     for callback in callbacks:
-        if isinstance(callback, Trace):
-            callback.begin(step)
+        if isinstance(callback, Trace) and callback._group is not None:
+            task = f"worker {callback._group.rank}"
+            tracing.start(callback.directory, callback.steps, task, step)
 
 
 def flush_events(callbacks: Iterable[Any]) -> None:

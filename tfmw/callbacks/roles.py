@@ -52,6 +52,7 @@ _BATCH_HOOKS = {
     "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
 }
 
+_SHOWS = keras.callbacks.ProgbarLogger | keras.callbacks.History
 
 # Keras's callbacks that look at metrics, the learning rate or the model's own weights at most.
 _IGNORE_OPTIMIZER: tuple[type, ...] = (
@@ -88,19 +89,16 @@ class ChiefOnly(keras.callbacks.Callback):
         self.callback.set_params(params)
 
 
-class BetweenCalls(keras.callbacks.Callback):
-    """Acts between two calls of the driver in an evaluation, however many batches a call has.
+def _forwarded(hook: str) -> Any:
+    def call(self: ChiefOnly, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.callback, hook)(*args, **kwargs)
 
-    Args:
-        act: called without arguments.
-    """
+    call.__name__ = hook
+    return call
 
-    def __init__(self, act: Callable[[], None]):
-        super().__init__()
-        self._act = act
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._act()
+for _hook in [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]:
+    setattr(ChiefOnly, _hook, _forwarded(_hook))
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -155,18 +153,6 @@ def without_backup(callbacks: Any) -> tuple[list[Any], BackupAndRestore | None]:
     return [c for c in flat if c not in backups], backups[0] if backups else None
 
 
-def _forwarded(hook: str) -> Any:
-    def call(self: ChiefOnly, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.callback, hook)(*args, **kwargs)
-
-    call.__name__ = hook
-    return call
-
-
-for _hook in [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]:
-    setattr(ChiefOnly, _hook, _forwarded(_hook))
-
-
 def writes(callback: Any) -> bool:
     """Whether a callback runs on the chief only."""
     chosen = getattr(callback, "chief_only", None)
@@ -184,13 +170,13 @@ def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
         UsageError: a callback that cannot work on several workers.
     """
     flat = tf.nest.flatten(callbacks) if callbacks else []
-    for callback in flat:
-        if workers > 1 and type(callback).__name__ == "OrbaxCheckpoint":
+    for callback in flat if workers > 1 else ():
+        if type(callback).__name__ == "OrbaxCheckpoint":
             raise UsageError(
                 "keras.callbacks.OrbaxCheckpoint takes every worker for the primary one, so all "
                 "would write the same files: use keras.callbacks.ModelCheckpoint."
             )
-        if workers > 1 and isinstance(callback, keras.callbacks.BackupAndRestore):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise UsageError(
                 "keras.callbacks.BackupAndRestore knows no chief: every worker would write and "
                 "delete the same files; use tfmw.callbacks.BackupAndRestore."
@@ -203,8 +189,7 @@ def may_read_optimizer(callback: Any) -> bool:
 
     One that does not may say so: `reads_optimizer = False`.
     """
-    if isinstance(callback, ChiefOnly):
-        return may_read_optimizer(callback.callback)
+    callback = _unwrapped(callback)
     declared: bool | None = getattr(callback, "reads_optimizer", None)
     if declared is not None:
         return declared
@@ -221,10 +206,8 @@ def wants_every_batch(callback: Any, kind: str = "train") -> bool:
     Args:
         kind: of batches: "train", "test" or "predict".
     """
-    if isinstance(callback, ChiefOnly):
-        return wants_every_batch(callback.callback, kind)
-    skips = keras.callbacks.ProgbarLogger | keras.callbacks.History | BetweenCalls
-    if isinstance(callback, skips):
+    callback = _unwrapped(callback)
+    if isinstance(callback, _SHOWS):
         return False
     if type(callback) is keras.callbacks.ModelCheckpoint:
         return callback.save_freq != "epoch"
@@ -240,10 +223,12 @@ def acts_in(callback: Any, hook: str) -> bool:
     for kind, hooks in _BATCH_HOOKS.items():
         if hook in hooks:
             return wants_every_batch(callback, kind)
-    if isinstance(callback, ChiefOnly):
-        return acts_in(callback.callback, hook)
-    shows = isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.History)
-    return not shows and _overrides(callback, hook)
+    callback = _unwrapped(callback)
+    return not isinstance(callback, _SHOWS) and _overrides(callback, hook)
+
+
+def _unwrapped(callback: Any) -> Any:
+    return callback.callback if isinstance(callback, ChiefOnly) else callback
 
 
 def _overrides(callback: Any, hook: str) -> bool:
@@ -259,9 +244,6 @@ class OnOrdinaryModel:
         ordinary_model: makes the context for a hook. It copies the weights, so it is left out for
             hooks in which no callback acts. Its argument is whether moving averages are the same on
             all replicas: not before a step, where a run goes on within an epoch.
-
-    Attributes:
-        callbacks: of the list.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import callbacks as callbacks_lib
 from tfmw.callbacks.log import forget_events
+from tfmw.callbacks.roles import writes
 from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.data.random_state import random_state
 from tfmw.errors import UsageError
@@ -305,7 +305,7 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], dic
             {
                 "class": type(callback).__name__,
                 "number": number,
-                "chief_only": callbacks_lib.writes(callback),
+                "chief_only": writes(callback),
                 "values": values,
                 "arrays": lengths,
             }
@@ -372,7 +372,7 @@ def _may_restore(callback: Any, name: str, value: Any) -> bool:
         return False
     if isinstance(getattr(type(callback), name, None), property):
         return False
-    return not (isinstance(value, str) and callbacks_lib.writes(callback))
+    return not (isinstance(value, str) and writes(callback))
 
 
 def _values_of(state: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import callbacks as callbacks_lib
 from tfmw import data
+from tfmw.callbacks.roles import BackupAndRestore, without_backup
 from tfmw.data import record_index
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets, model_methods, models
@@ -94,12 +94,6 @@ class FitArguments:
                 '"auto".'
             )
 
-    def set_seed(self) -> None:
-        """Makes the process deterministic if there is a seed."""
-        if self.seed is not None:
-            keras.utils.set_random_seed(self.seed)
-            tf.config.experimental.enable_op_determinism()
-
     def limited(self) -> FitArguments:
         """These arguments with at most the epochs and steps that `keras.config` allows."""
         max_epochs, _ = models.limits_for_debugging()
@@ -157,16 +151,11 @@ class FitArguments:
         )
 
     @property
-    def user_callbacks(self) -> list[Any]:
-        """The callbacks without the backup callback."""
-        return callbacks_lib.without_backup(self.callbacks)[0]
-
-    @property
-    def backup(self) -> callbacks_lib.BackupAndRestore | None:
+    def backup(self) -> BackupAndRestore | None:
         """The backup callback, or None."""
-        asked = callbacks_lib.without_backup(self.callbacks)[1]
+        asked = without_backup(self.callbacks)[1]
         if self.backup_dir is not None:
-            return callbacks_lib.BackupAndRestore(self.backup_dir, save_freq=self.backup_every)
+            return BackupAndRestore(self.backup_dir, save_freq=self.backup_every)
         return asked
 
     @property

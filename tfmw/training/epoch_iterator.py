@@ -26,53 +26,34 @@ from tfmw.keras_compat import datasets
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The steps of one Python call of the driver.
+    """The steps of one Python call of the driver."""
 
-    Attributes:
-        first: number of the first step in its epoch, from 0.
-        max_steps: number of steps, fewer only if the data ends.
-        shard_sizes: of all its steps.
-        iterator: over the shard's dataset.
-    """
-
-    first: int
-    max_steps: int
-    shard_sizes: data.ShardSizes
-    iterator: Any
+    first: int  # number of the first step in its epoch, from 0
+    max_steps: int  # fewer only if the data ends
+    shard_sizes: data.ShardSizes  # of all its steps
+    iterator: Any  # over the shard's dataset
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
     """A position in the data, which a backup contains as JSON.
 
-    Attributes:
-        seed: of the shuffles without a seed.
-        passes: number of passes begun.
-        in_pass: steps done in the current pass; None between two passes.
-        done: steps done in the current epoch.
-        begun: whether an epoch has started and not ended.
-        steps: of an epoch; None while unknown.
-        orders: for each reshuffling shuffle, its passes before the current one; None in the
-            backups of earlier versions, where each pass of a call counts.
-        orders_now: the same at this position, where other calls and validations count, too.
-        orders_left: the same after a call that ends at this position.
-        batches_per_step: the number of replicas, if batches are not split.
-        drawn_from: the state of the source in a pass; see `EpochHooks.state_at`.
-        cycle_lengths: see `data.Order`; None in the backups of earlier versions.
+    Backups of earlier versions may lack fields that have defaults.
     """
 
-    seed: int
-    passes: int
-    in_pass: int | None
-    done: int
-    begun: bool
-    steps: int | None
+    seed: int  # of the shuffles without a seed
+    passes: int  # number of passes begun
+    in_pass: int | None  # steps done in the current pass; None between two passes
+    done: int  # steps done in the current epoch
+    begun: bool  # whether an epoch has started and not ended
+    steps: int | None  # of an epoch; None while unknown
+    # For each reshuffling shuffle, its passes before the current one; None: each pass of a call.
     orders: list[int] | None = None
-    orders_now: list[int] | None = None
-    orders_left: list[int] | None = None
-    batches_per_step: int = 1
-    drawn_from: Any = None
-    cycle_lengths: dict[str, int] | None = None
+    orders_now: list[int] | None = None  # at this position: other calls and validations count, too
+    orders_left: list[int] | None = None  # after a call that ends at this position
+    batches_per_step: int = 1  # the number of replicas, if batches are not split
+    drawn_from: Any = None  # the state of the source in a pass; see `EpochHooks.state_at`
+    cycle_lengths: dict[str, int] | None = None  # see `data.Order`
 
 
 class EpochIterator:
@@ -90,13 +71,6 @@ class EpochIterator:
     Raises:
         UsageError: an empty dataset, an infinite one without `steps`, or data that differs between
             tasks.
-
-    Attributes:
-        shard: of the current pass over the data.
-        iterator: of it; None between two passes.
-        steps_per_epoch: None while unknown.
-        steps_done: number of steps in this epoch.
-        resumes_inside_epoch: whether `position` lies between two steps of an epoch.
     """
 
     def __init__(
@@ -116,18 +90,18 @@ class EpochIterator:
         was = self._restored = None if position is None else Position(**position)
         seed = group.settled(f"seed, {argument}", _draw_seed) if was is None else was.seed
         # Of the chief's machine: a resumed run has the order of the first one.
-        cycle_lengths = (was.cycle_lengths if was is not None else None) or {}
+        cycle_lengths = (was and was.cycle_lengths) or {}
         self._order = data.Order(seed, group, index_dir, cycle_lengths)
         self._indexing: list[Any] | None = None  # processes
         self.resumes_inside_epoch = was is not None and was.begun
         self._passes = 0
-        self.iterator: Any = None
+        self.iterator: Any = None  # of the current pass; None between two passes
         self._steps_in_pass = 0
         self._pass_end: Any = None  # steps of the current pass; as `Shard.steps`
         self._orders: list[int] = []  # before the current pass, which has these shuffles:
         self._reshuffles: Any = ()
         self._ended = False
-        self.steps_done = 0
+        self.steps_done = 0  # in this epoch
         self._batches_per_step = source.batches_per_step(sharding)
         self._steps_of_resumed: int | None = None  # if other replicas began the epoch
         if group.size > 1:
@@ -140,7 +114,7 @@ class EpochIterator:
                 "end the dataset with take()."
             )
         self._pass_steps: int | None = self.shard.steps if known else None
-        self.steps_per_epoch = self._pass_steps if steps is None else steps
+        self.steps_per_epoch = self._pass_steps if steps is None else steps  # None while unknown
 
     # ------------------------------------------------------------ steps
 
@@ -160,9 +134,9 @@ class EpochIterator:
 
     def begin_epoch(self) -> None:
         """Starts an epoch; the first one after `restore_position` continues the interrupted one."""
-        continued = self._restored is not None and self._restored.begun
-        self.steps_done = self._restored.done if self._restored is not None else 0
-        self._restored = None
+        was, self._restored = self._restored, None
+        continued = was is not None and was.begun
+        self.steps_done = was.done if was is not None else 0
         new_pass = self.iterator is None or (self._requested_steps is None and not self.steps_done)
         if new_pass:
             self._begin_pass()
@@ -278,11 +252,7 @@ class EpochIterator:
         self.iterator = self._iterate(shard, self._orders, now if shard is self.shard else None)
 
     def _iterate(self, shard: data.Shard, orders: list[int], now: list[int] | None = None) -> Any:
-        """An iterator, from a place in the sequences of orders.
-
-        Args:
-            now: the place of the user's dataset, if it is known.
-        """
+        """From a place in the sequences of orders; `now`: that of the user's dataset, if known."""
         if not shard.reshuffles:
             return iter(shard.dataset)
         shard.reshuffles.begin(orders, now)
@@ -309,11 +279,7 @@ class EpochIterator:
     # ------------------------------------------------------------ position
 
     def position(self, in_epoch: bool) -> Position:
-        """The position in the data.
-
-        Args:
-            in_epoch: whether an epoch has started and not ended.
-        """
+        """The position in the data; `in_epoch`: whether an epoch has started and not ended."""
         in_pass = self._steps_in_pass if self.iterator is not None else None
         now = self.shard.reshuffles.passes if self.shard.reshuffles else []
         return Position(

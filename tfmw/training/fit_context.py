@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfmw import callbacks as callbacks_lib
 from tfmw import data, strategies
+from tfmw.callbacks.log import Observer
 from tfmw.callbacks.progress_bar import with_progress
+from tfmw.callbacks.roles import OnOrdinaryModel, for_task
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models, placement
 from tfmw.runtime import tracing
 from tfmw.runtime.recorded_errors import record_error
-from tfmw.runtime.step_times import StepTimes
 
 
 @dataclasses.dataclass(frozen=True)
 class FitContext:
-    """The context of one call.
+    """The context of one call."""
 
-    Attributes:
-        model: a Keras model, compiled unless the call is `predict`.
-        strategy: of the replicas.
-        group: the tasks that make the same call.
-        sharding: the division of global batches between their replicas.
-    """
-
-    model: keras.Model
+    model: keras.Model  # compiled unless the call is `predict`
     strategy: tf.distribute.Strategy
-    group: Group
-    sharding: data.Sharding
+    group: Group  # the tasks that make the same call
+    sharding: data.Sharding  # of global batches between their replicas
 
     @classmethod
     def of(cls, model: Any, strategy: Any, method: str) -> FitContext:
@@ -47,8 +40,9 @@ class FitContext:
                 compiled; or an unknown strategy.
         """
         model = _checked(model, method)
-        choose = strategies.choose if method == "fit" else strategies.beside_training
-        strategy = choose(strategy)
+        strategy = strategies.choose(strategy)
+        if method != "fit" and isinstance(strategy, tf.distribute.ParameterServerStrategy):
+            strategy = tf.distribute.get_strategy()  # the coordinator alone
         _refuse_states_of_examples(model, strategy)
         if strategies.servers_of(strategy) is not None:
             return cls(model, strategy, Group(0, 1), data.Sharding())  # only the coordinator
@@ -56,58 +50,52 @@ class FitContext:
         local = placement.local_replicas(strategy)
         return cls(model, strategy, group, data.Sharding(group.size, group.rank, local))
 
-    def build(self, element_spec: Any) -> None:
+    def build(self, element_spec: Any, for_inputs: bool = False) -> None:
         """Creates all variables that Keras would create on the first training batch.
 
         Args:
             element_spec: structure of tf.TensorSpec, of one batch (x, y, sample weights).
+            for_inputs: only those of the model, for `predict`.
         """
-        if models.needs_build(self.model):
+        if for_inputs:
+            if not self.model.built:
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
+                models.build_for_inputs(self.model, x)
+        elif models.needs_build(self.model):
             with models.scope_of(self.model):
                 models.build_all(self.model, element_spec)
-
-    def build_for_prediction(self, element_spec: Any) -> None:
-        """Creates the variables of the model only; see `build`."""
-        if not self.model.built:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
-            models.build_for_inputs(self.model, x)
 
     def callback_list(
         self,
         callbacks: Any,
+        driver: Any,
         *,
         verbose: Any,
         steps: int | None,
         epochs: int = 1,
-        examples: Callable[[], int] | None = None,
-        overlapping: bool = False,
+        counts: bool = True,
         history: bool = False,
-        ordinary_model: Callable[[bool], contextlib.AbstractContextManager[None]] | None = None,
-        times: Callable[[], StepTimes | None] = lambda: None,
     ) -> Any:
         """The callbacks that this task runs, including its progress display.
 
         Args:
             callbacks: of the user.
+            driver: of the steps: has `examples` and `times` so far, and `ordinary_model`, which is
+                None on parameter servers.
             verbose: as in Keras.
             steps: of one epoch; None if unknown.
-            examples: returns the number of examples so far, over all replicas.
-            overlapping: whether calls of the driver overlap; see `Throughput`.
+            counts: whether the driver counts examples.
             history: whether to add a `History`.
-            ordinary_model: see `OnOrdinaryModel`; None where the model is one all the time.
-            times: returns where the time of this worker's steps went.
         """
         shows = self.group.is_chief and verbose != 0
-        local = callbacks_lib.for_task(callbacks, self.group.is_chief, self.group.size)
-        group = self.group
-        training = callbacks_lib.Training(
-            group.rank, group.size, times, meet=lambda: group.from_all(None)
-        )
+        local = for_task(callbacks, self.group.is_chief, self.group.size)
         for callback in local:
-            if isinstance(callback, callbacks_lib.Observer):
-                callback.observe(training)
+            if isinstance(callback, Observer):
+                callback.observe(self.group, lambda: driver.times)
+        examples = (lambda: driver.examples) if counts else None
+        is_ordinary = driver.ordinary_model is None
         callback_list = keras.callbacks.CallbackList(
-            with_progress(local, shows, verbose, examples, overlapping),
+            with_progress(local, shows, verbose, examples, overlapping=is_ordinary),
             add_history=history,
             add_progbar=shows,
             verbose=verbose,
@@ -115,9 +103,9 @@ class FitContext:
             steps=steps,
             model=self.model,
         )
-        if ordinary_model is None:
+        if is_ordinary:
             return callback_list
-        return callbacks_lib.OnOrdinaryModel(callback_list, ordinary_model)
+        return OnOrdinaryModel(callback_list, driver.ordinary_model)
 
 
 def _checked(model: Any, method: str) -> keras.Model:

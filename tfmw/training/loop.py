@@ -26,7 +26,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import callbacks as callbacks_lib
+from tfmw.callbacks.log import begin_traces
+from tfmw.callbacks.roles import may_read_optimizer, wants_every_batch
 from tfmw.checkpoint import state
 from tfmw.checkpoint.resume import Backups, PythonState
 from tfmw.checkpoint.tensor_files import SlotParts
@@ -45,19 +46,12 @@ Logs = dict[str, Any]
 
 
 class Driver(Protocol):
-    """Runs the training steps of the loop.
-
-    Attributes:
-        model: the trained model.
-        strategy: on which the model's variables are placed while it is trained.
-        group: the tasks that run the loop.
-        batch_size: of the global batch, if known.
-    """
+    """Runs the training steps of the loop."""
 
     model: keras.Model
-    strategy: tf.distribute.Strategy
-    group: Group
-    batch_size: int | None
+    strategy: tf.distribute.Strategy  # on which its variables are placed while it is trained
+    group: Group  # the tasks that run the loop
+    batch_size: int | None  # of the global batch, if known
 
     @property
     def trains_in_place(self) -> bool:
@@ -160,20 +154,15 @@ class Driver(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ValidationSignals:
-    """The signals during a validation: to save the state, or to exit.
+    """The signals during a validation: to save the state, or to exit."""
 
-    Args:
-        local: the signals of this task.
-        respond: called after each call of the driver with their sums over all tasks.
-    """
-
-    local: Callable[[], tuple[float, ...]]
-    respond: Callable[[list[float]], None]
+    local: Callable[[], tuple[float, ...]]  # those of this task
+    respond: Callable[[list[float]], None]  # to their sums, after each call of the driver
 
 
 def any_wants_every_batch(group: Group, callback_list: Any, kind: str) -> bool:
     """Whether callbacks of some task act between batches. All tasks enter it."""
-    wants = (callbacks_lib.wants_every_batch(c, kind) for c in callback_list.callbacks)
+    wants = (wants_every_batch(c, kind) for c in callback_list.callbacks)
     return any(group.from_all(any(wants)))
 
 
@@ -231,13 +220,14 @@ class TrainingLoop:
         logs: Logs | None = None
         complete = self._initial_epoch
         for epoch in range(self._initial_epoch, self._epochs):
-            self._begin_epoch(epoch)
-            logs = self._train_epoch(epoch)
+            found = self._begin_epoch(epoch)
+            logs = self._train_epoch(epoch) if found is None else found
             complete = epoch + 1
             if self._end_epoch(epoch, logs):
                 break
         self._driver.finish()
-        self._check_fence()
+        if self._driver.group.is_chief:  # before callbacks write
+            fence.check()
         self._reporter.end(self._step, complete, logs)
         self._callbacks.on_train_end(logs=logs)
         self._driver.share_changes()
@@ -245,7 +235,7 @@ class TrainingLoop:
     def _start(self) -> None:
         driver, found, callbacks = self._driver, self._backups.record, self._callbacks.callbacks
         self._every_batch = any_wants_every_batch(driver.group, self._callbacks, "train")
-        callbacks_lib.begin_traces(callbacks, 0 if found is None else found["step"])
+        begin_traces(callbacks, 0 if found is None else found["step"])
         driver.start(self._every_batch, self._is_model_read(), self._optimizer_read())
         if found is not None:
             self._initial_epoch, self._step = found["epoch"], found["step"]
@@ -273,8 +263,8 @@ class TrainingLoop:
 
     def _optimizer_read(self) -> str:
         """See `Driver.start`."""
-        readers = list(filter(callbacks_lib.may_read_optimizer, self._callbacks.callbacks))
-        after_steps = any(map(callbacks_lib.wants_every_batch, readers))
+        readers = list(filter(may_read_optimizer, self._callbacks.callbacks))
+        after_steps = any(map(wants_every_batch, readers))
         local = "steps" if after_steps else "epochs" if readers else "never"
         return max(self._driver.group.from_all(local), key=("never", "epochs", "steps").index)
 
@@ -284,11 +274,13 @@ class TrainingLoop:
             return contextlib.nullcontext()
         return state.unchanged(self._model, self._driver.strategy)
 
-    def _begin_epoch(self, epoch: int) -> None:
+    def _begin_epoch(self, epoch: int) -> Logs | None:
+        """Begins an epoch; returns the logs of its steps if only its validation was interrupted."""
         driver, backups, callbacks = self._driver, self._backups, self._callbacks.callbacks
-        resumed = backups.record is not None and epoch == self._initial_epoch
-        validation = self._resumes_validation(epoch)
-        inside = validation or (resumed and driver.resumes_inside_epoch)
+        found = backups.record
+        resumed = found is not None and epoch == self._initial_epoch
+        done = found.get("logs") if found is not None and epoch == found["epoch"] else None
+        inside = done is not None or (resumed and driver.resumes_inside_epoch)
         if resumed and not inside:
             backups.restore_callbacks(callbacks)
         driver.reset_metrics()
@@ -299,13 +291,14 @@ class TrainingLoop:
             driver.restore_replica_state(*backups.kept_by_replicas())
         self._follow_chief()
         driver.share_changes(inside)
-        if not validation:
+        if found is None or done is None:
             driver.begin_epoch()
+            return None
+        self._model.stop_training = found["stopped"]
+        return python_logs({name: np.array(v, dtype) for name, (dtype, v) in done.items()})
 
     def _train_epoch(self, epoch: int) -> Logs:
         driver, backups = self._driver, self._backups
-        if self._resumes_validation(epoch):
-            return self._restored_logs()
         begun_at = self._step - driver.steps_done
         logs: Logs = {}
 
@@ -346,7 +339,8 @@ class TrainingLoop:
         ):
             results = self._validate(self._callbacks, self._validation_signals(epoch, logs))
             logs.update({f"val_{name}": value for name, value in results.items()})
-        self._check_fence()
+        if self._driver.group.is_chief:  # before callbacks write
+            fence.check()
         with blocking_call("callbacks"):
             self._callbacks.on_epoch_end(epoch, logs)
         self._follow_chief()
@@ -357,11 +351,6 @@ class TrainingLoop:
         if leave:
             self._backups.leave(self._step)
         return bool(last)
-
-    def _check_fence(self) -> None:
-        """Before callbacks write, on the chief: raises where other hosts train without it."""
-        if self._driver.group.is_chief:
-            fence.check()
 
     def _validation_signals(self, epoch: int, logs: Logs) -> ValidationSignals | None:
         """Saves or exits between two calls of a validation, which a resumed run then repeats."""
@@ -380,18 +369,6 @@ class TrainingLoop:
                 backups.leave(self._step)
 
         return ValidationSignals(backups.signals, respond)
-
-    def _resumes_validation(self, epoch: int) -> bool:
-        """Whether the interrupted run had completed the epoch's steps, but not its validation."""
-        found = self._backups.record
-        return found is not None and epoch == found["epoch"] and found.get("logs") is not None
-
-    def _restored_logs(self) -> Logs:
-        """Logs of the steps of the epoch whose validation was interrupted."""
-        found = self._backups.record
-        assert found is not None
-        self._model.stop_training = found["stopped"]
-        return python_logs({name: np.array(v, dtype) for name, (dtype, v) in found["logs"].items()})
 
     def _follow_chief(self) -> None:
         """Adopts the chief's decisions: whether to stop, and the learning rate."""

@@ -76,7 +76,9 @@ class Reporter:
         self._parts = gauge("tfmw_step_seconds", "Seconds of a step of the chief", "part")
         self._goodput = gauge("tfmw_goodput", "Share of the run's time that went into steps")
         self._spent = gauge("tfmw_run_seconds", "The run's time, over all attempts", "part")
-        gauge("tfmw_backup_age_seconds", "Seconds since the last backup").set_function(self._age)
+        gauge("tfmw_backup_age_seconds", "Seconds since the last backup").set_function(
+            lambda: float("nan") if self._saved_at is None else time.time() - self._saved_at
+        )
         gauge("tfmw_exchanges", "Exchanges of the chief with other workers").set_function(
             lambda: recorder.totals().exchanges
         )
@@ -144,9 +146,6 @@ class Reporter:
             with contextlib.suppress(OSError):  # a full disk must not end the training
                 self._write_file(self._file, self._registry)
 
-    def _age(self) -> float:
-        return float("nan") if self._saved_at is None else time.time() - self._saved_at
-
 
 # ---------------------------------------------------------------- waiting for the input
 
@@ -172,8 +171,7 @@ _OTHER = "dataset.cache(), if the data fits into memory, or dataset.prefetch(tf.
 class InputBound:
     """Logs once if training is bound by its input."""
 
-    def __init__(self) -> None:
-        self._checked = False
+    _checked = False
 
     def check(self, times: StepTimes, iterator: Any) -> None:
         """Call it after calls of the driver.
