@@ -3,6 +3,8 @@
 Each message is one sentence: the received value, the expected one, and the remedy.
 """
 
+from typing import Any
+
 
 class TfmwError(Exception):
     """Base class of all errors that tfmw raises."""
@@ -49,3 +51,8 @@ class Preempted(TfmwError, SystemExit):
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; the name of its type if it has none."""
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def is_whole(value: Any, least: float = float("-inf")) -> bool:
+    """Whether an argument is an int of at least `least`, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.errors import UsageError
+from tfmw.errors import UsageError, is_whole
 from tfmw.runtime import tracing
 from tfmw.runtime.progress import blocking_call
 
@@ -52,7 +52,7 @@ class Schedule:
         whole = number is None or number.isdecimal()
         if isinstance(every, datetime.timedelta):
             self.seconds = every.total_seconds()
-        elif isinstance(every, int) and not isinstance(every, bool):
+        elif is_whole(every):
             self.steps = every
         elif unit == "epoch" and whole:
             self.epochs = int(number or 1)

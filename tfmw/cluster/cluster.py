@@ -30,7 +30,7 @@ from typing import Any
 
 from tfmw.cluster import addresses, schedulers, tf_config
 from tfmw.cluster.tf_config import TASK_TYPES
-from tfmw.errors import ClusterError
+from tfmw.errors import ClusterError, is_whole
 
 ROUNDS, MEMBER, MEMBERS = "TFMW_ROUNDS", "TFMW_MEMBER", "TFMW_MEMBERS"
 """Variables of a member of elastic rounds: HOST:PORT of their server; its number, from 0; the
@@ -228,7 +228,7 @@ def _validate(cluster: Cluster, where: str) -> None:
             f"{where} has {cluster.task!r} as this process's task type; "
             "use chief, worker, ps or evaluator."
         )
-    if isinstance(cluster.index, bool) or not isinstance(cluster.index, int) or cluster.index < 0:
+    if not is_whole(cluster.index, 0):
         raise ClusterError(
             f"{where} has {cluster.index!r} as this process's task index; "
             "use an integer from 0, such as 0 to 1 for two tasks."

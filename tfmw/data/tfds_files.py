@@ -21,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.errors import UsageError
+from tfmw.errors import UsageError, is_whole
 
 
 def tfds(
@@ -65,7 +65,7 @@ def tfds(
             that the replicas do not divide, or an empty split.
     """
     for what, value, least in (("batch_size", batch_size, 1), ("shuffle", shuffle, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not is_whole(value, least):
             raise UsageError(
                 f"{what} is {value!r}: expected a number of examples, at least {least}."
             )

@@ -21,7 +21,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from tfmw.errors import UsageError
+from tfmw.errors import UsageError, is_whole
 from tfmw.launcher.call import Payload
 from tfmw.remote.links import Timing
 from tfmw.remote.messages import Setup
@@ -163,8 +163,7 @@ def task_range(workers: Any) -> tuple[int, int]:
         UsageError: it is neither.
     """
     pair = workers if isinstance(workers, tuple) else (workers, workers)
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
-    if len(pair) != 2 or not whole or not 1 <= pair[0] <= pair[1]:
+    if len(pair) != 2 or not all(map(is_whole, pair)) or not 1 <= pair[0] <= pair[1]:
         raise UsageError(
             f"received workers={workers!r}: expected a number of processes, such as 2, or the "
             "least and the largest number, such as (2, 8)."

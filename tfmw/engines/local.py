@@ -36,7 +36,7 @@ from tfmw.data import reshuffles
 from tfmw.data.random_state import restore_random_state
 from tfmw.engines import agent, pickling, submit
 from tfmw.engines.engine import Engine
-from tfmw.errors import Preempted, UsageError, first_line
+from tfmw.errors import Preempted, UsageError, first_line, is_whole
 from tfmw.keras_compat import datasets, models
 from tfmw.keras_compat.shuffles import ShuffleSeeds
 from tfmw.launcher import call
@@ -113,8 +113,7 @@ def fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> keras.ca
         )
     engine = submit.engine_of(arguments.on)
     here = engine.name == "local"
-    whole = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
-    if here and not whole:
+    if here and not is_whole(workers, 1):
         raise UsageError(
             f"received workers={workers!r}: expected a number of processes, such as 2."
         )

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tfmw.cluster import Cluster
-from tfmw.errors import PREEMPTED, Preempted, TaskFailed, UsageError
+from tfmw.errors import PREEMPTED, Preempted, TaskFailed, UsageError, is_whole
 from tfmw.launcher import call, run_files
 from tfmw.launcher.attempts import run_locally
 from tfmw.launcher.environment import compute_with_onednn, require_working_directory
@@ -164,9 +164,9 @@ def return_values(result: Result, outcomes: Mapping[str, call.Outcome | None]) -
 
 def task_layout(workers: int, ps: int, evaluator: bool) -> list[tuple[str, int]]:
     """(kind, index) of each task of a local cluster."""
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+    if not is_whole(workers, 1):
         raise UsageError(f"workers is {workers!r}; expected an integer of at least 1.")
-    if isinstance(ps, bool) or not isinstance(ps, int) or ps < 0:
+    if not is_whole(ps, 0):
         raise UsageError(f"ps is {ps!r}; expected an integer of at least 0.")
     tasks = [("chief", 0)] if ps else []
     tasks += [("worker", i) for i in range(workers)]

@@ -135,11 +135,11 @@ class Part:
             is_step: bool [], whether the batch has any ids, of these buckets or others.
         """
         now = self._now() + tf.cast(is_step, tf.int64)
-        oldest = self._oldest(now)
+        oldest = self.oldest(now)
         places = self._table.find(ids, oldest)
         has_row = places >= 0
         self._table.touch(tf.boolean_mask(places, has_row), now)
-        ids, counts = tf.boolean_mask(ids, ~has_row), tf.boolean_mask(counts, ~has_row)
+        ids, counts = where(~has_row, ids, counts)
         if self._candidates is None:
             self._admit(ids, counts, now)
         else:
@@ -156,34 +156,26 @@ class Part:
         local = tf.maximum(rows - self._first_place - 1 + self._rows_before, 0)
         return tf.gather(models.native(self._layer.embeddings), local)
 
-    def oldest(self) -> tf.Tensor:
-        """int64 [], the first step whose ids are still known."""
-        return self._oldest(self._now())
+    def oldest(self, now: tf.Tensor | None = None) -> tf.Tensor:
+        """int64 [], the first step whose ids are still known at `now`, by default the last step."""
+        if self._layer.max_age is None:
+            return tf.constant(1, tf.int64)
+        return tf.maximum((self._now() if now is None else now) - self._layer.max_age, 1)
 
     def _now(self) -> tf.Tensor:
         return tf.convert_to_tensor(models.native(self._layer.step))
-
-    def _oldest(self, now: tf.Tensor) -> tf.Tensor:
-        if self._layer.max_age is None:
-            return tf.constant(1, tf.int64)
-        return tf.maximum(now - self._layer.max_age, 1)
 
     def _admit(self, ids: tf.Tensor, counts: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
         """Gives rows to ids that were seen often enough: bool [n], which of them have one."""
         asks = tf.where(counts >= self._layer.min_count)[:, 0]
         asking = tf.gather(ids, asks)
         places = self._table.claim(asking, now, self._kept_steps)
-        found = places >= 0
-        places, new = tf.boolean_mask(places, found), tf.boolean_mask(asking, found)
+        places, new, asks = where(places >= 0, places, asking, asks)
         self._table.put(places, new, now)
         embeddings, rows = self._layer.embeddings, places + self._rows_before
         row_updates.assign_rows(embeddings, rows, self._initial(new))
         row_updates.reset_slots(embeddings, rows)
-        return tf.scatter_nd(
-            tf.boolean_mask(asks, found)[:, None],
-            tf.ones_like(places, tf.bool),
-            tf.shape(ids, tf.int64),
-        )
+        return tf.scatter_nd(asks[:, None], tf.ones_like(places, tf.bool), tf.shape(ids, tf.int64))
 
     def _admit_counted(
         self,
@@ -206,22 +198,14 @@ class Part:
         known = places >= 0
         removed = tf.boolean_mask(places, known & admitted)
         candidates.touch(removed, tf.constant(0, tf.int64))
-        stays = known & ~admitted
-        candidates.touch(tf.boolean_mask(places, stays), now)
-        is_new = ~known & ~admitted
-        new = tf.boolean_mask(ids, is_new)
+        kept = where(known & ~admitted, places, counts)
+        candidates.touch(kept[0], now)
+        new, new_counts = where(~known & ~admitted, ids, counts)
         claimed = candidates.claim(new, now)
-        found = claimed >= 0
-        candidates.put(tf.boolean_mask(claimed, found), tf.boolean_mask(new, found), now)
-        stored = tf.concat(
-            [tf.boolean_mask(places, stays), tf.boolean_mask(claimed, found)], axis=0
-        )
-        values = tf.concat(
-            [
-                tf.boolean_mask(counts, stays),
-                tf.boolean_mask(tf.boolean_mask(counts, is_new), found),
-            ],
-            axis=0,
+        claimed, new, new_counts = where(claimed >= 0, claimed, new, new_counts)
+        candidates.put(claimed, new, now)
+        stored, values = (
+            tf.concat(pair, axis=0) for pair in zip(kept, (claimed, new_counts), strict=True)
         )
         row_updates.assign_rows(self._layer.candidate_counts, stored, values)
 
@@ -256,6 +240,11 @@ def bucket_count(layer: Any) -> int:
 def bucket_of(layer: Any, ids: tf.Tensor) -> tf.Tensor:
     """int64 [n], the bucket of each id int64 [n], of all of a layer."""
     return hashing.buckets(ids, bucket_count(layer), layer.seed)
+
+
+def where(mask: tf.Tensor, *tensors: tf.Tensor) -> list[tf.Tensor]:
+    """The elements of each tensor [n, ...] where bool [n] is true."""
+    return [tf.boolean_mask(tensor, mask) for tensor in tensors]
 
 
 def counted(ids: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

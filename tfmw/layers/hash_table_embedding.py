@@ -21,10 +21,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw.errors import UsageError
+from tfmw.errors import UsageError, is_whole
 from tfmw.keras_compat import row_updates, table_variables
 from tfmw.layers import hashing
-from tfmw.layers.hash_table import Part, counted, places_within, ways_of
+from tfmw.layers.hash_table import Part, counted, places_within, ways_of, where
 
 _ID_BYTES = 16  # of a row: its id, and the step of its last use
 _CANDIDATE_BYTES = 24  # of an id that waits for a row: the same, and a count
@@ -97,7 +97,7 @@ class HashTableEmbedding(keras.layers.Layer):
         self.max_age = None if max_age is None else _at_least_1("max_age", max_age)
         self.embeddings_initializer = _initializer(embeddings_initializer)
         self.seed = seed
-        if not _is_int(seed):
+        if not is_whole(seed):
             raise UsageError(f"seed={seed!r}: expected an int, the same on all workers.")
         if (capacity is None) == (max_bytes is None):
             raise UsageError(
@@ -162,7 +162,14 @@ class HashTableEmbedding(keras.layers.Layer):
 
     def call(self, ids: Any, training: bool | None = None) -> Any:
         """The rows of the ids; in training, ids may get rows first."""
-        ids = hashing.fingerprints(self._checked(ids), self.seed)
+        if isinstance(ids, (tf.RaggedTensor, tf.SparseTensor)):
+            raise UsageError(
+                f"layer {self.name!r} received a {type(ids).__name__}: expected a dense tensor of "
+                "ids; pad it, or look up its values."
+            )
+        ids = tf.convert_to_tensor(ids)
+        self._require_ids(ids.dtype)
+        ids = hashing.fingerprints(ids, self.seed)
         rows = self.look_up(tf.reshape(ids, [-1]), bool(training and self.trainable))
         rows = tf.reshape(rows, tf.concat([tf.shape(ids), [self.output_dim]], axis=0))
         rows.set_shape(ids.shape.concatenate(self.output_dim))
@@ -178,9 +185,7 @@ class HashTableEmbedding(keras.layers.Layer):
         if is_step:
             counts = row_updates.counts_of_all_replicas(*counted(ids, tf.ones_like(ids)))
             distinct, counts = counted(*counts)
-            are_there = counts > 0
-            distinct = tf.boolean_mask(distinct, are_there)
-            counts = tf.boolean_mask(counts, are_there)
+            distinct, counts = where(counts > 0, distinct, counts)
             # A batch without ids is the end of the data, and no step.
             self._all.step(distinct, counts, tf.size(distinct) > 0)
         return keras.ops.take(self.embeddings, self._all.rows(ids), axis=0)
@@ -194,16 +199,6 @@ class HashTableEmbedding(keras.layers.Layer):
         """int64 [n], the ids that have a row, in increasing order; of strings their hash values."""
         used = self.used.numpy()
         return np.sort(self.ids.numpy()[used >= int(self._all.oldest())])
-
-    def _checked(self, ids: Any) -> tf.Tensor:
-        if isinstance(ids, (tf.RaggedTensor, tf.SparseTensor)):
-            raise UsageError(
-                f"layer {self.name!r} received a {type(ids).__name__}: expected a dense tensor of "
-                "ids; pad it, or look up its values."
-            )
-        ids = tf.convert_to_tensor(ids)
-        self._require_ids(ids.dtype)
-        return ids
 
     def _require_ids(self, dtype: tf.DType) -> None:
         if not (dtype.is_integer or dtype == tf.string):
@@ -238,12 +233,8 @@ class HashTableEmbedding(keras.layers.Layer):
         return {**super().get_config(), **own}
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _at_least_1(name: str, value: Any) -> int:
-    if not _is_int(value) or value < 1:
+    if not is_whole(value, 1):
         raise UsageError(f"{name}={value!r}: expected an int of at least 1.")
     return int(value)
 

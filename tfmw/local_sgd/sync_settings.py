@@ -13,7 +13,7 @@ import keras
 
 from tfmw.checkpoint.schedule import Schedule
 from tfmw.cluster.cluster import ROUNDS
-from tfmw.errors import UsageError
+from tfmw.errors import UsageError, is_whole
 from tfmw.local_sgd.quantized_sum import LEVELS
 from tfmw.training.arguments import FitArguments
 
@@ -131,7 +131,7 @@ _DEFAULTS = {
 
 
 def _number(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_whole(value, least):
         raise UsageError(f"received {name}={value!r}: expected a whole number from {least} up.")
     return value
 
