@@ -40,23 +40,14 @@ PARTS = ("compute", "update", "overhead", "communication", "input")
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The parts of one step's time, in seconds, on `workers` workers.
-
-    Attributes:
-        workers: number of workers that it was measured on.
-        compute: forward and backward pass, and an update of the weights that is not sharded.
-        communication: all-reduce of the gradients that a step waits for.
-        input: waiting for the next batch.
-        overhead: what the same step takes longer on several workers, though nothing is reduced.
-        update: this worker's part of an update that the workers shard.
-    """
+    """The parts of one step's time, in seconds, on `workers` workers."""
 
     workers: int
-    compute: float
-    communication: float
-    input: float
-    overhead: float = 0.0
-    update: float = 0.0
+    compute: float  # forward and backward pass, and an update of the weights that is not sharded
+    communication: float  # all-reduce of the gradients that a step waits for
+    input: float  # waiting for the next batch
+    overhead: float = 0.0  # the same step takes longer on several workers, even without reductions
+    update: float = 0.0  # this worker's part of an update that the workers shard
 
     @property
     def step(self) -> float:
@@ -80,8 +71,7 @@ class Cost:
     @property
     def bound_by(self) -> str:
         """The largest part of a step."""
-        parts = {n: getattr(self, n) for n in PARTS}
-        return max(parts, key=parts.__getitem__)
+        return max(PARTS, key=lambda name: getattr(self, name))
 
 
 ADVICE = {
@@ -187,6 +177,7 @@ def measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[R
     """On each worker: (cost, global batch, parameters, how weights are updated, exchanges)."""
     import keras
     import numpy as np
+    import tensorflow as tf
 
     import tfmw
     from tfmw import strategies
@@ -197,8 +188,9 @@ def measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[R
     make = load(target)
     keras.utils.set_random_seed(0)  # the same dataset on all workers, even if it is drawn at random
     model, dataset, options = parts(make(), target)
-    size = _batch_size(dataset)
-    strategy = strategies.current_strategy()
+    first = tf.nest.flatten(next(iter(dataset.take(1))))[0]
+    size = int(first.shape[0]) if first.shape.rank else None
+    replicas = strategies.current_strategy().num_replicas_in_sync
     whole = seconds(model, dataset, options, steps)
     exchanges = read_exchanges(Path(os.environ[EXCHANGES_FILE]))
     update = sharded_update.description(model)
@@ -207,9 +199,12 @@ def measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[R
         still = dataset.take(1).cache().repeat()
         compute = seconds(model, still, options, steps)
     alone = compute
-    replicas = strategy.num_replicas_in_sync
     if replicas > 1:
-        own = _own_part(still, strategy)
+
+        def part(*batch: Any) -> Any:  # as many examples as a worker has
+            return tf.nest.map_structure(lambda tensor: tensor[::replicas], batch)
+
+        own = still.map(part)
         alone = min(compute, seconds(model, own, {**options, "strategy": "default"}, steps))
     shared = sharded_update.is_sharded(model)
     whole_update = min(_update_seconds(model.optimizer), alone) if shared else 0.0
@@ -237,25 +232,6 @@ def parts(returned: Any, target: str) -> tuple[Any, Any, dict[str, Any]]:
     return model, dataset.repeat(), more[0] if more else {}
 
 
-def _own_part(dataset: Any, strategy: Any) -> Any:
-    """Of each global batch, as many examples as a worker has."""
-    import tensorflow as tf
-
-    replicas = strategy.num_replicas_in_sync
-
-    def part(*batch: Any) -> Any:
-        return tf.nest.map_structure(lambda tensor: tensor[::replicas], batch)
-
-    return dataset.map(part)
-
-
-def _batch_size(dataset: Any) -> int | None:
-    import tensorflow as tf
-
-    first = tf.nest.flatten(next(iter(dataset.take(1))))[0]
-    return int(first.shape[0]) if first.shape.rank else None
-
-
 def seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> float:
     """Median over epochs of the seconds of a step."""
     import keras
@@ -267,17 +243,8 @@ def seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> fl
         on_epoch_end=lambda epoch, logs: ends.append(time.perf_counter())
     )
     timer.reads_optimizer = False  # which would be gathered for it after each epoch
-    tfmw.fit(
-        model,
-        dataset,
-        **{
-            **options,
-            "epochs": WARM_UP + ROUNDS,
-            "steps_per_epoch": steps,
-            "callbacks": [timer],
-            "verbose": 0,
-        },
-    )
+    own = {"epochs": WARM_UP + ROUNDS, "steps_per_epoch": steps, "callbacks": [timer], "verbose": 0}
+    tfmw.fit(model, dataset, **options | own)
     spans = [end - begin for begin, end in itertools.pairwise(ends)][WARM_UP - 1 :]
     return statistics.median(spans) / steps
 

@@ -1,22 +1,4 @@
-"""Jobs on an engine, and this user's runs, from another terminal.
-
-tfmw submit --on slurm --workers 8 --set partition=gpu train.py --epochs 5
-tfmw jobs --on slurm
-tfmw logs --follow slurm:4711
-tfmw cancel slurm:4711
-
-`tfmw status [RUN]` shows what runs do; `tfmw stacks [RUN]` the stacks of a run's tasks:
-
-run 20260131-120000-4242, attempt 0: train.py --epochs 3
-worker 0 | step   1,279 | training | 82.1 steps/s | own 9.1 ms/step | waits for worker 1 ...
-worker 1 | step   1,279 | training | own 31.0 ms/step
-worker 1 never entered exchange 5,121 (gradients of step 1,280), for 12 s
-goodput 81 % of 124.3 s: steps 100.7 s, data 3.1 s, compile 4.2 s, start 16.3 s
-
-job slurm:4711: running, attempt 1, 1 restart
-worker 0 on h1 | step   1,279
-worker 1 on h2 | step   1,279
-"""
+"""`tfmw submit`, `jobs`, `logs` and `cancel`: jobs on an engine; `status` and `stacks`: any run."""
 
 from __future__ import annotations
 
@@ -25,7 +7,7 @@ import ast
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfmw.errors import PREEMPTED, UsageError
@@ -44,12 +26,28 @@ _SLOW_S = 1.0  # an exchange that takes longer is worth a line
 def add_parsers(commands: Any) -> None:
     """Adds the six commands to those of `tfmw`."""
     which = "the run: its name, the end of its name, or the process id of its tfmw run"
-    status = commands.add_parser(
+
+    def command(name: str, main: Callable[[argparse.Namespace], int], **texts: str) -> Any:
+        parser = commands.add_parser(name, allow_abbrev=False, **texts)
+        parser.set_defaults(main=main)
+        return parser
+
+    def add_settings(parser: Any) -> None:
+        parser.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            dest="settings",
+            metavar="NAME=VALUE",
+            help="a setting of the engine, such as partition=gpu; may be repeated",
+        )
+
+    status = command(
         "status",
+        _status,
         help="the steps, rates and waits of this user's runs",
         description="Shows each task of the runs of this user on this machine: its step, its rate, "
         "the exchange that it is in, and for whom it waits; and where the run's time went.",
-        allow_abbrev=False,
     )
     status.add_argument(
         "run",
@@ -57,25 +55,23 @@ def add_parsers(commands: Any) -> None:
         metavar="RUN",
         help=f"{which}; or a job on an engine, such as slurm:4711; default: all runs here",
     )
-    _add_settings(status)
+    add_settings(status)
     status.add_argument("--json", action="store_true", help="everything, as JSON")
-    status.set_defaults(main=_status)
-    stacks = commands.add_parser(
+    stacks = command(
         "stacks",
+        _stacks,
         help="the Python stacks of each task of a run",
         description="Shows the Python stacks of all threads of each task of a run that is alive.",
-        allow_abbrev=False,
     )
     stacks.add_argument("run", nargs="?", metavar="RUN", help=f"{which}; default: the only one")
-    stacks.set_defaults(main=_stacks)
-    run = commands.add_parser(
+    run = command(
         "submit",
+        _submit,
         help="run a script on an engine: Slurm, Ray, Spark, or this machine",
         usage="tfmw submit --on ENGINE --workers N [options] SCRIPT [its flags]",
         description="Queues a job that runs SCRIPT in every task of a new cluster, prints its id "
         "and returns; the job continues.",
         epilog="Exit status with --follow: 0 done, 1 failed, cancelled or lost, 75 preempted.",
-        allow_abbrev=False,
     )
     run.add_argument("--on", required=True, metavar="ENGINE", help="slurm, ray, spark or local")
     run.add_argument(
@@ -94,32 +90,15 @@ def add_parsers(commands: Any) -> None:
     run.add_argument(
         "--follow", action="store_true", help="print the tasks' output until the job ends"
     )
-    _add_settings(run)
-    run.set_defaults(main=_submit)
-    listed = commands.add_parser("jobs", help="list the jobs of an engine", allow_abbrev=False)
+    add_settings(run)
+    listed = command("jobs", _jobs, help="list the jobs of an engine")
     listed.add_argument("--on", required=True, metavar="ENGINE", help="slurm, ray or local")
-    _add_settings(listed)
-    listed.set_defaults(main=_jobs)
-    logs = commands.add_parser("logs", help="print the output of a job", allow_abbrev=False)
-    logs.set_defaults(main=_logs)
-    cancel = commands.add_parser("cancel", help="end a job", allow_abbrev=False)
-    cancel.set_defaults(main=_cancel)
-    for command in (logs, cancel):
-        command.add_argument("id", metavar="ID", help="such as slurm:4711")
-        _add_settings(command)
+    add_settings(listed)
+    logs = command("logs", _logs, help="print the output of a job")
+    for parser in (logs, command("cancel", _cancel, help="end a job")):
+        parser.add_argument("id", metavar="ID", help="such as slurm:4711")
+        add_settings(parser)
     logs.add_argument("--follow", action="store_true", help="until the job ends")
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds `--set` to a command."""
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="NAME=VALUE",
-        help="a setting of the engine, such as partition=gpu; may be repeated",
-    )
 
 
 def _engine_with(name: str, settings: Sequence[str]) -> Engine:

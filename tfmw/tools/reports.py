@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tfmw.cluster import Cluster
 from tfmw.errors import ClusterError
@@ -37,26 +37,23 @@ _IN_TEXT = re.compile(
 
 def environment(environ: Mapping[str, str]) -> str:
     """The report of `tfmw env` as lines of "name: value"."""
-    return "\n".join(f"{name}: {value}" for name, value in facts(environ))
-
-
-def facts(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The report as (name, value)."""
-    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
-    for package in PACKAGES:
-        yield package, version(package)
-    yield "platform", platform.platform()
-    yield "cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
     backend, gpus = ask_tensorflow()
-    yield "keras backend", backend
-    yield "gpus", gpus
     try:
-        yield "cluster", repr(Cluster.resolve(environ))
+        cluster = repr(Cluster.resolve(environ))
     except ClusterError as error:
-        yield "cluster", f"wrong: {error}"
-    for name in sorted(environ):
-        if name.startswith(PREFIXES) or name in NAMES:
-            yield f"${name}", shown(name, environ[name])
+        cluster = f"wrong: {error}"
+    names = [name for name in sorted(environ) if name.startswith(PREFIXES) or name in NAMES]
+    facts = {
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        **{package: version(package) for package in PACKAGES},
+        "platform": platform.platform(),
+        "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+        "keras backend": backend,
+        "gpus": gpus,
+        "cluster": cluster,
+        **{f"${name}": shown(name, environ[name]) for name in names},
+    }
+    return "\n".join(f"{name}: {value}" for name, value in facts.items())
 
 
 def shown(name: str, value: str) -> str:
