@@ -39,21 +39,13 @@ _WAITS_LONGER = 0.01  # of the run: by so much a worker must have waited longer 
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """The division at one moment; all of its values are floats.
-
-    Args:
-        seconds: of each of `PARTS`.
-        at: the moment, in seconds of time.time(); 0.0: unknown.
-        part: the index of the part that goes on.
-        steps: number of steps that have been made, in the attempt that has come farthest.
-        measured: whether waits for data were; 0.0: they are in "steps".
-    """
+    """The division at one moment; all of its values are floats."""
 
     seconds: tuple[float, ...] = (0.0,) * len(PARTS)
-    at: float = 0.0
-    part: float = START
-    steps: float = 0.0
-    measured: float = 0.0
+    at: float = 0.0  # the moment, in seconds of time.time(); 0.0: unknown
+    part: float = START  # the index of the part that goes on
+    steps: float = 0.0  # made so far, in the attempt that has come farthest
+    measured: float = 0.0  # whether waits for data were; 0.0: they are in "steps"
 
     def before_a_restart(self) -> Division:
         """The division with which the next attempt begins."""

@@ -40,21 +40,13 @@ _RATE_S = 15.0  # the rate is that of this many seconds to twice as many
 
 
 class Progress(NamedTuple):
-    """The last report of a task, the content of its file.
+    """The last report of a task, the content of its file."""
 
-    Args:
-        step: training steps done; negative values: the stages of its start.
-        reports: number of reports so far.
-        blocked_in: the blocking call that it is in; "" for none.
-        steps_per_s: the rate of its last training steps; 0.0: unknown.
-        division: of the run's time.
-    """
-
-    step: int = NOT_UP
-    reports: int = 0
-    blocked_in: str = ""
-    steps_per_s: float = 0.0
-    division: Division = Division()
+    step: int = NOT_UP  # training steps done; negative values: the stages of its start
+    reports: int = 0  # number of reports so far
+    blocked_in: str = ""  # the blocking call that it is in; "" for none
+    steps_per_s: float = 0.0  # of its last training steps; 0.0: unknown
+    division: Division = Division()  # of the run's time
 
     def packed(self) -> bytes:
         """Its bytes in the file."""

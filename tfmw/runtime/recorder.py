@@ -41,28 +41,17 @@ _BETWEEN_STEPS = frozenset({"metrics", "broadcast", "sum"})  # kinds that are no
 
 
 class RecordedExchange(NamedTuple):
-    """One exchange of a worker with the others.
+    """One exchange of a worker with the others."""
 
-    Args:
-        number: from 1, the same on all workers.
-        step: the training step that it belongs to, from 1.
-        nbytes: of this worker's values.
-        begun, done: monotonic seconds; done is 0 where it is not.
-        input_s: seconds in which this process has waited for input, in its calls before this one.
-        waited: seconds of it in which the worker waited for others.
-        waiting_for: rank of the worker that it waits for; NOBODY for none.
-        what: its kind: "gradients", "weights", "metrics", ...
-    """
-
-    number: int
-    step: int
-    nbytes: int
-    begun: float
-    input_s: float
-    done: float
-    waited: float
-    waiting_for: int
-    what: str
+    number: int  # from 1, the same on all workers
+    step: int  # the training step that it belongs to, from 1
+    nbytes: int  # of this worker's values
+    begun: float  # monotonic seconds
+    input_s: float  # seconds in which this process has waited for input, in its calls before
+    done: float  # monotonic seconds; 0 if it is not done
+    waited: float  # seconds of it in which the worker waited for others
+    waiting_for: int  # rank of the worker that it waits for; NOBODY for none
+    what: str  # its kind: "gradients", "weights", "metrics", ...
 
     def __str__(self) -> str:
         of_step = "" if self.what in _BETWEEN_STEPS else f" of step {self.step:,}"
@@ -176,13 +165,8 @@ class _Recorder:
 
 
 _recorder = _Recorder()
-begun, waits_for, waited, done = (
-    _recorder.begun,
-    _recorder.waits_for,
-    _recorder.waited,
-    _recorder.done,
-)
-totals, steps_done = _recorder.totals, _recorder.steps_done
+begun, waits_for, waited = _recorder.begun, _recorder.waits_for, _recorder.waited
+done, totals, steps_done = _recorder.done, _recorder.totals, _recorder.steps_done
 waited_for_input = _recorder.waited_for_input
 
 

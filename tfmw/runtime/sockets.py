@@ -153,14 +153,7 @@ def _bind(port: int) -> socket.socket | None:
 
 
 def end_connections(peers: Iterable[tuple[str, int]]) -> int:
-    """Ends every TCP connection of this process to these peers.
-
-    Args:
-        peers: (IP address, TCP port there).
-
-    Returns:
-        How many there were.
-    """
+    """Ends every TCP connection to peers (IP address, port there); returns how many there were."""
     return _each_connection(peers, lambda connection: connection.shutdown(socket.SHUT_RDWR))
 
 
@@ -168,11 +161,8 @@ def limit_silence(peers: Iterable[tuple[str, int]], seconds: float) -> int:
     """Has the kernel end each of these connections once the peer has acknowledged nothing so long.
 
     Args:
-        peers: (IP address, TCP port there).
+        peers: as of `end_connections`.
         seconds: of silence to what was sent, or to the kernel's own probes; see tcp(7).
-
-    Returns:
-        How many there are.
     """
     options = {
         "TCP_USER_TIMEOUT": round(seconds * 1000),

@@ -19,24 +19,16 @@ from tfmw.runtime import goodput, recorder, tracing
 
 
 class Split(NamedTuple):
-    """The mean time of a step of this worker, in seconds.
-
-    Args:
-        steps: number of steps.
-        examples: of these steps, over all workers.
-        step_s: of a step.
-        input_s: of it, waiting for the next batch.
-        communication_s: of it, in exchanges with other workers, waiting for them included. Part of
-            an exchange may run beside the backward pass.
-        compute_s: the rest.
-    """
+    """The mean time of a step of this worker, in seconds."""
 
     steps: int
-    examples: int
+    examples: int  # of these steps, over all workers
     step_s: float
-    input_s: float
+    input_s: float  # of it, waiting for the next batch
+    # Of it, in exchanges with other workers, waiting for them included. Part of an exchange may run
+    # beside the backward pass.
     communication_s: float
-    compute_s: float
+    compute_s: float  # the rest
 
     @property
     def steps_per_s(self) -> float:
@@ -51,16 +43,12 @@ class Split(NamedTuple):
 
 @dataclasses.dataclass
 class TimedCall:
-    """One call of the driver: what it did, in training; 0 steps otherwise.
-
-    Args:
-        measured: whether `input_s` is known.
-    """
+    """One call of the driver: its steps in training; 0 steps otherwise."""
 
     steps: int = 0
     examples: int = 0
     input_s: float = 0.0
-    measured: bool = True
+    measured: bool = True  # whether `input_s` is known
 
 
 @dataclasses.dataclass
@@ -97,7 +85,7 @@ class StepTimes:
         self.communication_s += recorder.totals().seconds - exchanged
 
     def _trace(self, call: TimedCall, begin: float) -> None:
-        first = tracing.current_step() + 1
+        first = tracing.tracer.step + 1
         name = f"step {first}" if call.steps == 1 else f"steps {first} to {first + call.steps - 1}"
         tracing.add(tracing.STEPS, name, begin, self.clock(), examples=call.examples)
         tracing.add(tracing.INPUT, "input", begin, begin + call.input_s)

@@ -52,27 +52,24 @@ def window(text: str) -> tuple[int, int]:
     return begin, end
 
 
+_Target = tuple[str, tuple[int, int], str]
+"""(directory, the first step and the one after the last, "worker 1")."""
+
+
 class _Tracer:
     """The events of this process."""
 
     def __init__(self) -> None:
-        # (directory, the first step and the one after the last, "worker 1")
-        self._chosen: tuple[str, tuple[int, int], str] | None = None  # by `start`
-        self._target: tuple[str, tuple[int, int], str] | None = None
+        self._chosen: _Target | None = None  # by `start`
+        self._target: _Target | None = None
         self._file: Path | None = None  # of the target
-        self._step = 0
+        self.step = 0  # number of steps that are done
         self.thread = 0  # the one that trains
         self.on = False  # whether events are kept
         self._events: list[dict[str, Any]] = []
 
     def start(self, directory: str, steps: tuple[int, int], task: str, step: int) -> None:
-        """Traces from now on, whatever the environment says.
-
-        Args:
-            steps: the first one and the one after the last.
-            task: "worker 1".
-            step: how many steps are done.
-        """
+        """Traces a target from now on, whatever the environment says; `step` steps are done."""
         self._chosen = directory, steps, task
         path = _path(directory, task)
         if os.environ.get("TFMW_ATTEMPT", "0") == "0":  # another run may have left some
@@ -83,7 +80,7 @@ class _Tracer:
     def stop(self) -> None:
         """Writes the events since `start`, and ends it."""
         self._chosen = None
-        self.at_step(self._step)
+        self.at_step(self.step)
 
     def at_step(self, step: int) -> None:
         """Sets how many steps are done, and writes the events so far."""
@@ -92,12 +89,8 @@ class _Tracer:
         if target != self._target:
             self._target = target
             self._file = None if target is None else _path(target[0], target[2])
-        self._step, self.thread = max(step, 0), threading.get_ident()
-        self.on = target is not None and target[1][0] <= self._step < target[1][1]
-
-    def current_step(self) -> int:
-        """The number of steps that are done."""
-        return self._step
+        self.step, self.thread = max(step, 0), threading.get_ident()
+        self.on = target is not None and target[1][0] <= self.step < target[1][1]
 
     def is_wanted(self) -> bool:
         """Whether there is to be a trace: then each call of the driver runs one step."""
@@ -121,7 +114,7 @@ class _Tracer:
                 file.writelines(json.dumps(line) + "\n" for line in [*lines, *events])
 
 
-def _target_of_environment() -> tuple[str, tuple[int, int], str] | None:
+def _target_of_environment() -> _Target | None:
     directory, steps = os.environ.get(TRACE), os.environ.get(TRACE_STEPS)
     if not directory:
         return None
@@ -142,7 +135,7 @@ def _clock() -> dict[str, Any]:
 tracer = _Tracer()
 atexit.register(tracer.write)
 start, stop, at_step, add = tracer.start, tracer.stop, tracer.at_step, tracer.add
-is_wanted, current_step = tracer.is_wanted, tracer.current_step
+is_wanted = tracer.is_wanted
 
 
 @contextlib.contextmanager
@@ -157,31 +150,26 @@ def span(row: str, name: str) -> Iterator[None]:
 
 
 def join(directory: Path) -> Path | None:
-    """Joins the events of all tasks in <directory>/trace.json.
-
-    Returns:
-        Its path; None if there are no events.
-    """
+    """Joins the events of all tasks; returns <directory>/trace.json, None if there are none."""
     paths = sorted(directory.glob("*.jsonl"))
     tasks = sorted({path.name.partition(".")[0] for path in paths}, key=_in_order)
-    files = [(tasks.index(path.name.partition(".")[0]), _lines(path)) for path in paths]
-    shifts = _shifts([lines for _, lines in files])
-    events = [
-        _event(task, line, shift)
-        for (task, lines), shift in zip(files, shifts, strict=True)
-        for line in lines
-        if "row" in line
-    ]
+    events = []
+    first: dict[str, Any] = {}  # the clock to which the others are shifted
+    for path in paths:
+        task, shift = tasks.index(path.name.partition(".")[0]), 0.0
+        for line in _lines(path):
+            if "machine" in line:
+                first = first or line
+                if line["machine"] != first["machine"]:
+                    shift = line["zero"] - first["zero"]
+            elif "row" in line:
+                events.append(_event(task, line, shift))
     if not events:
         return None
-    names = [
-        _named("process_name", task, 0, name.replace("_", " ")) for task, name in enumerate(tasks)
-    ]
-    names += [
-        _named("thread_name", task, _thread(task, row), row)
-        for task in range(len(tasks))
-        for row in _ROWS
-    ]
+    names = []
+    for task, name in enumerate(tasks):
+        names.append(_named("process_name", task, 0, name.replace("_", " ")))
+        names += [_named("thread_name", task, _thread(task, row), row) for row in _ROWS]
     text = json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
     out = directory / "trace.json"
     out.write_text(text)
@@ -202,18 +190,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):  # the last line of a task that was killed
             found.append(json.loads(line))
     return found
-
-
-def _shifts(files: list[list[dict[str, Any]]]) -> list[float]:
-    """Seconds to add to the times of each file; 0 for those of the first one's machine."""
-    clocks = [next((line for line in lines if "machine" in line), None) for lines in files]
-    first = next((clock for clock in clocks if clock is not None), None)
-    return [
-        0.0
-        if clock is None or first is None or clock["machine"] == first["machine"]
-        else clock["zero"] - first["zero"]
-        for clock in clocks
-    ]
 
 
 def _event(task: int, found: Mapping[str, Any], shift: float) -> dict[str, Any]:

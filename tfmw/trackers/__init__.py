@@ -82,8 +82,11 @@ def join(is_chief: bool) -> None:
     _joined, _is_chief = True, is_chief
     training = os.environ.get(RUN_ID, "")
     for name, library in _LIBRARIES.items():
-        continues = functools.partial(library.continue_runs, training)
-        _when_imported(name, continues if is_chief else library.silence)
+        act = functools.partial(library.continue_runs, training) if is_chief else library.silence
+        if name in sys.modules:
+            act(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _Finder(name, act))
 
 
 def active_runs() -> dict[str, Any]:
@@ -102,17 +105,8 @@ def adopt(runs: Mapping[str, Any]) -> None:
         _LIBRARIES[name].adopt(run, _is_chief)
 
 
-def _when_imported(name: str, act: _Act) -> None:
-    """Calls `act(module)` once: at the end of a top-level package's import, or now."""
-    module = sys.modules.get(name)
-    if module is not None:
-        act(module)
-    else:
-        sys.meta_path.insert(0, _Finder(name, act))
-
-
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders do, and adds the call to its loader."""
+    """Finds one module as the other finders do, and calls `act(module)` after its import."""
 
     def __init__(self, name: str, act: _Act) -> None:
         self._name = name
