@@ -14,6 +14,7 @@ import tensorflow as tf
 from tests.helpers.cases import cases, every
 from tfmw import data
 from tfmw.data.by_index import Indexed
+from tfmw.data.whole_batches import shard_function
 from tfmw.errors import UsageError
 
 SHARDINGS = [(2, 1), (3, 1), (2, 2)]
@@ -201,6 +202,58 @@ def test_what_is_none_in_a_batch_stays_none(workers: int, local: int) -> None:
                 assert all(part[1] is None for part in parts)
                 found += [float(x) for part in parts for x in part[0]]
         assert sorted(found) == list(range(5))
+
+
+def _read(shard: data.Shard) -> list[tuple[Any, Any]]:
+    """(parts, counts) of each step, until one has no example."""
+    steps = []
+    for parts, counts, _ in shard.dataset:
+        if not np.any(counts):
+            break
+        steps.append((parts, counts.numpy()))
+    return steps
+
+
+@pytest.mark.parametrize("examples", [12, 10, 1])
+def test_replicas_of_a_process_share_one_reading_of_a_function_that_shuffles(examples: int) -> None:
+    def read(_: tf.distribute.InputContext) -> tf.data.Dataset:
+        return tf.data.Dataset.range(examples).shuffle(examples).batch(2)
+
+    shard = shard_function(read, data.Sharding(local_replicas=2))
+    for _ in range(3):
+        found = [
+            int(x)
+            for parts, counts in _read(shard)
+            for part, count in zip(parts, counts, strict=True)
+            for x in part[:count]
+        ]
+        assert sorted(found) == list(range(examples))
+
+
+@pytest.mark.parametrize("local", [2, 3])
+def test_batches_that_are_taken_whole_may_have_none_and_ragged_tensors(local: int) -> None:
+    ragged = tf.ragged.constant([[1, 2], [3], [], [4, 5, 6], [7]])
+    rows = tf.data.Dataset.from_tensor_slices((ragged, tf.range(5)))
+    batches = rows.batch(1).map(lambda x, y: ({"x": x, "no": None}, y, None))
+    sharding = data.Sharding(local_replicas=local)
+    for shard in (
+        data.shard_dataset(batches, sharding, data.Order(), split=False),
+        shard_function(lambda _: batches, sharding),
+    ):
+        found = []
+        for parts, counts in _read(shard):
+            for (inputs, y, weights), count in zip(parts, counts, strict=True):
+                assert inputs["no"] is None
+                assert weights is None
+                if count:
+                    found.append((inputs["x"].to_list(), y.numpy().tolist()))
+        assert found == [
+            ([[1, 2]], [0]),
+            ([[3]], [1]),
+            ([[]], [2]),
+            ([[4, 5, 6]], [3]),
+            ([[7]], [4]),
+        ]
 
 
 def _zipped(first: int, second: int, examples: int = 8) -> tf.data.Dataset:

@@ -290,19 +290,13 @@ def _of_function(dataset: tf.data.Dataset, sharding: Sharding) -> Shard:
     local_replicas = sharding.local_replicas
     if sharding.replicas == 1:
         return of_one_replica(dataset)
-    spec = spec_of(dataset)
+    spec, element = spec_of(dataset), element_of(dataset)
     if local_replicas == 1:
-        element = element_of(dataset)
-        return with_unknown_totals(
-            dataset.map(without_autograph(lambda *b: counted((element(b),)))), spec, sharding, None
-        )
-    empty = tf.data.Dataset.from_tensors(zeros(spec, 0)).repeat()
-    streams = tuple(
-        dataset.shard(local_replicas, d).concatenate(empty) for d in range(local_replicas)
-    )
-    steps = tf.data.Dataset.zip(streams).map(without_autograph(lambda *parts: counted(parts)))
-    some_examples = without_autograph(lambda _, counts: tf.reduce_any(counts > 0))
-    return with_unknown_totals(steps.take_while(some_examples), spec, sharding, None)
+        steps = dataset.map(without_autograph(lambda *b: counted((element(b),))))
+    else:
+        batches = dataset.map(without_autograph(lambda *b: (element(b), examples_of(element(b)))))
+        steps = _taken_together(batches, spec, local_replicas)
+    return with_unknown_totals(steps, spec, sharding, None)
 
 
 def counted(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tf.Tensor]:
@@ -331,17 +325,7 @@ def by_batches(dataset: tf.data.Dataset, sharding: Sharding, size: int | None) -
     if local == 1:
         steps = batches.map(without_autograph(lambda batch, count: ((batch,), count[None])))
     else:
-        others = tf.data.Dataset.from_tensors((zeros(spec, 0), np.int64(0))).repeat(local)
-
-        def together(*window: Any) -> Any:
-            # A window is a dataset of each tensor; the last one may be short.
-            whole = tf.data.Dataset.zip(window).concatenate(others)
-            parts, counts = zip(
-                *(whole.skip(d).take(1).get_single_element() for d in range(local)), strict=True
-            )
-            return tuple(parts), tf.stack(counts)
-
-        steps = batches.window(local).map(without_autograph(together))
+        steps = _taken_together(batches, spec, local)
     shard = with_unknown_totals(steps, spec, sharding, size, whole=True)
     if count is None:
         return shard
@@ -349,6 +333,33 @@ def by_batches(dataset: tf.data.Dataset, sharding: Sharding, size: int | None) -
     last = ShardSizes(uneven=True, empty=remainder > 0)
     steps_of_pass = INFINITE if count == INFINITE else -(-count // sharding.replicas)
     return dataclasses.replace(shard, steps=steps_of_pass, full=full, last=last)
+
+
+def _taken_together(batches: tf.data.Dataset, spec: Any, local: int) -> tf.data.Dataset:
+    """Elements (parts, counts) of `local` elements (batch, count); the last may have empty batches.
+
+    The pipeline is read once: each reading of a shuffle has an order of its own.
+    """
+    given = [leaf is not None for leaf in tf.nest.flatten(spec)]  # a window takes no None
+
+    def leaves(batch: Any) -> tuple[Any, ...]:
+        return tuple(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
+
+    def whole(leaves: Any) -> Any:
+        left = iter(leaves)
+        return tf.nest.pack_sequence_as(spec, [next(left) if has else None for has in given])
+
+    others = tf.data.Dataset.from_tensors((leaves(zeros(spec, 0)), np.int64(0))).repeat(local)
+
+    def together(*window: Any) -> Any:
+        # A window is a dataset of each tensor; the last one may be short.
+        elements = tf.data.Dataset.zip(window).concatenate(others)
+        taken = (elements.skip(d).take(1).get_single_element() for d in range(local))
+        parts, counts = zip(*taken, strict=True)
+        return tuple(map(whole, parts)), tf.stack(counts)
+
+    flat = batches.map(without_autograph(lambda batch, count: (leaves(batch), count)))
+    return flat.window(local).map(without_autograph(together))
 
 
 def _labels(batch: Any) -> Any:
