@@ -26,7 +26,7 @@ from typing import Protocol
 from tfmw.cluster.cluster import MEMBER
 from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher import run_files
-from tfmw.launcher.environment import shortage, visible_devices
+from tfmw.launcher.environment import gpu_note, visible_devices
 from tfmw.launcher.exchanges import missing
 from tfmw.launcher.failure import Diagnosis, Failure
 from tfmw.launcher.options import LocalRun
@@ -186,7 +186,7 @@ class Attempt:
                 **visible_devices(training, len(workers), self._env),
                 **self.env,
             }
-        if self.number == 0 and (note := shortage(len(workers), self._env)):
+        if self.number == 0 and (note := gpu_note(len(workers), self._env)):
             self.context.display.line(f"tfmw: {note}")
 
     # ---- watch ---------------------------------------------------------------------------------

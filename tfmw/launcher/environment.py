@@ -110,26 +110,58 @@ def visible_devices(
     if rank is None:
         return {VISIBLE: ""}
     gpus = _gpus(environ, devices)
-    share = len(gpus) // tasks
+    share = _share(gpus, tasks)
     if tasks == 1 or not share:
         return {}
     return {VISIBLE: ",".join(gpus[rank * share : (rank + 1) * share])}
 
 
-def shortage(tasks: int, environ: Mapping[str, str], devices: Path = _DEVICES) -> str:
-    """One sentence if there are GPUs, but fewer than tasks that train here; else ""."""
-    gpus = len(_gpus(environ, devices))
-    if not 0 < gpus < tasks:
+def gpu_note(tasks: int, environ: Mapping[str, str], devices: Path = _DEVICES) -> str:
+    """One sentence if tasks that train here share GPUs, or leave some idle; else ""."""
+    gpus = _gpus(environ, devices)
+    if tasks == 1 or not gpus:
+        return ""
+    share = _share(gpus, tasks)
+    if not share:
+        return (
+            f"{tasks} workers have to share GPUs, as this machine has {len(gpus)}: TensorFlow "
+            "takes all memory of a GPU, and NCCL expects one GPU or more for each worker; start "
+            "at most as many workers as there are GPUs, or set CUDA_VISIBLE_DEVICES= to train on "
+            "processors"
+        )
+    idle = len(gpus) - share * tasks
+    if not idle:
         return ""
     return (
-        f"{tasks} workers have to share GPUs, as this machine has {gpus}: TensorFlow takes all "
-        "memory of a GPU, and NCCL expects one GPU or more for each worker; start at most as many "
-        "workers as there are GPUs, or set CUDA_VISIBLE_DEVICES= to train on processors"
+        f"{idle} of {len(gpus)} GPUs stay idle: each of {tasks} workers gets {share}, as all get "
+        "the same number; choose a number of workers that divides the number of GPUs"
     )
 
 
+def _share(gpus: list[str], tasks: int) -> int:
+    """The number of GPUs of each task. CUDA shows a process one MIG instance, the first listed."""
+    share = len(gpus) // tasks
+    return min(share, 1) if gpus and gpus[0].startswith("MIG-") else share
+
+
 def _gpus(environ: Mapping[str, str], devices: Path) -> list[str]:
-    if VISIBLE in environ:
-        return [gpu for gpu in environ[VISIBLE].split(",") if gpu.strip()]
-    names = (re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.iterdir())
-    return sorted((name[1] for name in names if name), key=int)
+    """The GPUs that CUDA shows, by number or UUID; it numbers those of this container from 0."""
+    found = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.iterdir())
+    if VISIBLE not in environ:
+        return [str(number) for number in range(found)]
+    listed = [gpu.strip() for gpu in environ[VISIBLE].split(",")]
+    # CUDA's rules, as in torch.cuda: the first entry chooses between UUIDs and numbers, the list
+    # ends at the first invalid entry, and one that repeats an earlier one hides all.
+    kind = next((kind for kind in ("GPU-", "MIG-") if listed[0].startswith(kind)), "")
+    gpus: list[str] = []
+    for gpu in listed:
+        number = re.match(r"\+?(\d+)", gpu)
+        if not kind and number is not None:
+            gpu = str(int(number[1]))
+        valid = gpu.startswith(kind) if kind else number and not int(gpu) >= found > 0
+        if gpu in gpus:
+            return []
+        if not valid:
+            break
+        gpus.append(gpu)
+    return gpus
