@@ -659,6 +659,25 @@ def test_row_31_an_evaluator_restarts_alone(run):
     assert (done.result.status, done.attempts, done.result.restarts) == (0, [0], 1)
 
 
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("evaluator", {"workers": 1, "evaluator": True}),
+        ("worker 0", {"workers": 1, "elastic": True}),
+        ("worker 1", {"elastic": True}),
+    ],
+)
+def test_a_run_waits_for_a_delayed_restart_of_its_last_task(run, monkeypatch, task, options):
+    """Every other task has ended by then, with status 0."""
+    monkeypatch.setattr(attempt_module, "backoff_s", lambda nth: 0.2 * nth)
+    done = run(f"{task}@0=fail", f"{task}@again=fail", max_restarts=2, **options)
+    assert (done.result.status, done.result.restarts) == (1, 2)
+    assert [line.partition(", of")[0] for line in done.lines[:2]] == [
+        "tfmw: restart 1 of 2 at once", "tfmw: restart 2 of 2 in 0.2 s",
+    ]  # fmt: skip
+    assert f"{task} failed" in done.summary
+
+
 @pytest.mark.parametrize("dead", ["ps 0", "chief"])
 def test_rows_04_and_06_all_restart_after_a_server_or_the_coordinator(run, dead):
     waits = [f"{task}@0=wait" for task in ("chief", "worker 0", "ps 0") if task != dead]

@@ -122,7 +122,7 @@ def tell(task: str) -> None:
 
 def note() -> None:
     facts = {
-        "config": json.loads(os.environ["TF_CONFIG"]),
+        "config": json.loads(os.environ.get("TF_CONFIG", "null")),
         "environ": dict(os.environ),
         "max_restarts": os.environ["TFMW_MAX_RESTARTS"],
         "log": os.environ["TFMW_ERROR_FILE"],

@@ -207,13 +207,13 @@ class Attempt:
         if self._stop.received and not self._waits_for_state():
             return True
         self._output.pump(wait_s)
-        ended = {task for task in self.tasks if task.has_ended()}
+        ended = {task for task in self.tasks if task.pid and task.has_ended()}
         if self._failed():
             self._settle()
             if not self._restart_alone() and not self._only_lost_preempted_peers():
                 return True
         self._start_due()
-        if ended.issuperset(self.tasks) and not self._due:  # also of those started just now
+        if ended.issuperset(self.tasks):  # not so if a task was replaced, or started just now
             return True
         if self.preempted():
             self._begin_to_leave()
