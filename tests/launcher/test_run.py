@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -654,6 +655,29 @@ def test_a_forked_task_can_be_ended_from_its_first_moment(tmp_path):
             assert pid is not None
             os.killpg(pid, signal.SIGKILL)
             assert os.waitpid(pid, 0) == (pid, signal.SIGKILL)
+    finally:
+        server.close()
+
+
+def test_threads_share_a_fork_server(tmp_path):
+    """Each gets the task that it asked for, as a child of this process."""
+    (tmp_path / "tensorflow.py").write_text("raise ImportError('not needed here')\n")
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
+    env = {**os.environ, **NO_INIT, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    env["TFMW_LAUNCHER_PID"] = str(os.getpid())
+    server = fork_server.ForkServer([*TASK_COMMAND, "fork-server"], ["script"], env)
+
+    def status_of_a_task(status: int) -> int | None:
+        server.wait([], 60)
+        with open(os.devnull, "r+b") as nothing:
+            streams = dict.fromkeys(range(3), nothing.fileno())
+            command = ["script", str(tmp_path / "ends.py"), str(status)]
+            pid = server.fork(command, env, streams)
+        return pid and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(status_of_a_task, range(40))) == list(range(40))
     finally:
         server.close()
 

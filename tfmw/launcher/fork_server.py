@@ -56,6 +56,10 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 # ---- in the launcher ----------------------------------------------------------------------------
 
+# Runs in several threads share a fork server: its messages have no sender, and whether orphans
+# become children is a property of the process.
+_one_thread = threading.RLock()
+
 
 class ForkServer:
     """The launcher's side of the fork server.
@@ -101,8 +105,12 @@ class ForkServer:
 
     def is_settled(self, wait_s: float) -> bool:
         """Whether it has imported or died, after waiting a moment for that."""
-        if self._ready is None and select.select([self._control], [], [], wait_s)[0]:
-            self._ready = self._control.recv(1) == b"r"
+        if self._ready is None:
+            with contextlib.suppress(OSError, ValueError):  # another thread may close it
+                select.select([self._control], [], [], wait_s)
+            with _one_thread:
+                if self._ready is None and select.select([self._control], [], [], 0)[0]:
+                    self._ready = self._control.recv(1) == b"r"
         return self._ready is not None
 
     def _give_up(self) -> None:
@@ -134,7 +142,7 @@ class ForkServer:
             file.write(json.dumps(request).encode())
             file.seek(0)
             try:
-                with _adopting():
+                with _one_thread, _adopting():
                     sent = [file.fileno(), *descriptors.values()]
                     socket.send_fds(self._control, [b"f"], sent)
                     self._control.settimeout(FORK_TIMEOUT_S)
@@ -149,7 +157,9 @@ class ForkServer:
 
     def close(self) -> None:
         """Ends it; tasks forked from it keep running."""
-        self._control.close()
+        with _one_thread:
+            self._ready = False
+            self._control.close()
         self._process.kill()
         self._process.wait()
 
@@ -163,14 +173,15 @@ def kept(start: Sequence[str], shown: Sequence[str], env: Mapping[str, str]) -> 
     For notebooks, where each cell may start workers.
     """
     global _kept
-    if _kept is not None and (_kept[0] != env or not _kept[1].usable):
-        atexit.unregister(_kept[1].close)
-        _kept[1].close()
-        _kept = None
-    if _kept is None:
-        _kept = dict(env), ForkServer(start, shown, env)
-        atexit.register(_kept[1].close)
-    return _kept[1]
+    with _one_thread:
+        if _kept is not None and (_kept[0] != env or not _kept[1].usable):
+            atexit.unregister(_kept[1].close)
+            _kept[1].close()
+            _kept = None
+        if _kept is None:
+            _kept = dict(env), ForkServer(start, shown, env)
+            atexit.register(_kept[1].close)
+        return _kept[1]
 
 
 @contextlib.contextmanager
