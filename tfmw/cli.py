@@ -36,6 +36,7 @@ from tfmw import __version__
 from tfmw.cluster import Cluster
 from tfmw.errors import UsageError
 from tfmw.launcher.options import RunOptions
+from tfmw.launcher.output import say
 from tfmw.tools import jobs
 
 # What the command line reads for a metavar, or for a flag; a directory of `check` may be a URL.
@@ -138,20 +139,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = error.status
     except BrokenPipeError:  # its reader has seen enough
         status = 128 + signal.SIGPIPE
-    _flush()
+    _flush(quiet=argv[:1] == ["run"])  # which has said it
     return status
 
 
-def _flush() -> None:
+def _flush(quiet: bool) -> None:
     """Writes what is left of the output. At exit Python would do it, with a traceback."""
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
             if stream is not None:
                 stream.flush()
         except OSError as error:
-            if stream is sys.stdout and not isinstance(error, BrokenPipeError):
-                why = error.strerror
-                print(f"tfmw: standard output cannot be written ({why})", file=sys.stderr)
+            if stream is sys.stdout and not quiet and not isinstance(error, BrokenPipeError):
+                say(f"tfmw: standard output cannot be written ({error.strerror})")
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
@@ -437,7 +437,7 @@ def _run(options: argparse.Namespace) -> int:
         options=run_options,
     )
     if options.trace is not None and (trace := tracing.join(options.trace)) is not None:
-        print(f"tfmw: trace of all workers: {trace}; open it with https://ui.perfetto.dev")
+        say(f"tfmw: trace of all workers: {trace}; open it with https://ui.perfetto.dev")
     for line in result.summary():
-        print(line, file=sys.stderr)
+        say(line)
     return result.status

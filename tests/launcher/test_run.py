@@ -365,6 +365,35 @@ class TestEnd:
             launcher.stdout.close()
             assert launcher.wait(timeout=10) == 128 + signal.SIGPIPE
 
+    def test_a_run_outlives_its_terminal(self, tmp_path):
+        """As after `disown`: no SIGHUP arrives, and what is written fails."""
+        gates = [tmp_path / f"gate of worker {i}" for i in (0, 1)]
+        for gate in gates:
+            os.mkfifo(gate)
+        script = tmp_path / "train.py"
+        script.write_text(
+            "import os\ntask = os.environ['TFMW_TASK']\n"
+            "print('before', flush=True)\nopen(f'gate of {task}').read()\n"
+            "print('after', flush=True)\nopen(task, 'w')\n"
+        )
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "tfmw", "run", "--workers=2", "--log-dir=logs", script]
+        launcher = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=tmp_path,
+            env={**os.environ, **NO_INIT, "PYTHONPATH": PYTHONPATH}, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        seen = b""
+        while seen.count(b"before") < 2:
+            seen += os.read(ours, 1 << 16)
+        os.close(ours)
+        for gate in gates:
+            gate.write_text("")
+        assert launcher.wait() == 0
+        logs = [log.read_text().split() for log in tmp_path.glob("logs/*/attempt_0/*/output.log")]
+        assert logs == [["before", "after"]] * 2
+        assert all((tmp_path / f"worker {i}").exists() for i in (0, 1))
+
     @pytest.mark.parametrize(
         ("shell", "status", "words"),
         [
@@ -374,7 +403,7 @@ class TestEnd:
                 "working directory of this process is",
             ),
             ("exec {command} >&-", 2, "standard output is closed"),
-            ("exec {command} > /dev/full", 141, "standard output cannot be written (No space left"),
+            ("exec {command} > /dev/full", 0, "output could not be written (No space left"),
             ("{command} | head -c 0", 0, ""),
         ],
     )
@@ -479,6 +508,27 @@ class TestOutput:
         for _ in range(100):
             display.feed("a", b"x" * 1000)
         assert out.getvalue().startswith("[a] xxx")
+
+    def test_output_continues_after_a_disk_was_full(self, capsys):
+        class Disk(io.StringIO):
+            full = False
+
+            def flush(self) -> None:
+                if self.full:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+
+        display = Display(disk := Disk())
+        display.close()
+        assert capsys.readouterr().err == ""
+        display.line("one")
+        disk.full = True
+        display.line("two")
+        disk.full = False
+        display.line("three")
+        assert not display.broken
+        assert disk.getvalue().split()[-1] == "three"
+        display.close()
+        assert "could not be written (No space left on device)" in capsys.readouterr().err
 
     def test_stream_that_cannot_encode_a_character(self):
         raw = io.BytesIO()

@@ -15,7 +15,6 @@ import hmac
 import os
 import queue
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +25,7 @@ from tfmw.hosts.settings import HostSettings
 from tfmw.hosts.supervisor import Exit, Supervisor
 from tfmw.launcher.attempts import make_context
 from tfmw.launcher.options import LocalRun
-from tfmw.launcher.output import Display
+from tfmw.launcher.output import Display, say
 from tfmw.remote.tasks import TasksOfOneMachine
 from tfmw.runtime.fence import FENCE
 from tfmw.runtime.signals import Signals
@@ -74,7 +73,7 @@ def run_on_hosts(
         )
         way = supervise(supervisor, context.display, events, stop)
     for line in way.lines:
-        print(line, file=sys.stderr)
+        say(line)
     return way.status
 
 

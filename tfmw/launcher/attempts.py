@@ -26,7 +26,7 @@ from tfmw.launcher.environment import make_run_directory, task_environment
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.network import Gateway, choose_network, network_hint
 from tfmw.launcher.options import LocalRun
-from tfmw.launcher.output import Display, is_watched
+from tfmw.launcher.output import Display, is_watched, say
 from tfmw.launcher.process import divisions, task_name
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
 from tfmw.launcher.result import Result, exit_status
@@ -138,6 +138,7 @@ def make_context(
     terminal = is_watched(job.stdout)
     live = task_name(*job.tasks[0]) if (terminal if job.live is None else job.live) else None
     display = Display(job.stdout, live)
+    stack.callback(display.close)
     directory = make_run_directory(job.log_dir)
     # Elastic workers open no ports.
     apart = job.options.elastic and job.options.isolate == "auto"
@@ -160,7 +161,7 @@ def make_context(
         spawner.fork_from_now_on(job.command, shared, keep=job.payload is not None)
     if note and (job.payload is None or note not in _printed_notes):
         _printed_notes.add(note)  # a notebook may launch from each cell
-        print(f"tfmw: {note}", file=sys.stderr, flush=True)
+        say(f"tfmw: {note}")
     status = RunStatus(directory, job.command)
     stack.enter_context(published(status))
     return AttemptContext(

@@ -26,6 +26,7 @@ version, is printed. Notices checked with TensorFlow 2.18.1 to 2.21.0, follow-up
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import re
 import selectors
@@ -108,12 +109,14 @@ class Display:
     """Writes the output of several tasks to one stream.
 
     Args:
-        out: the stream; `broken` becomes True once it cannot be written.
+        out: the stream; `broken` becomes True once its reader has closed it. Output that cannot be
+            written for another reason, to a full disk or a closed terminal, is dropped.
         live: name of the task whose output is printed without labels; None labels every line.
     """
 
     def __init__(self, out: TextIO, live: str | None = None) -> None:
         self.broken = False
+        self._problem = ""  # why output was dropped
         self._out = out
         self._live = live
         self._shown = ""  # the live task's unfinished line on the terminal
@@ -166,11 +169,21 @@ class Display:
         except UnicodeEncodeError:
             encoding = getattr(self._out, "encoding", None) or "ascii"
             self._write(text.encode(encoding, "replace").decode(encoding))
-        except (OSError, ValueError) as error:  # ValueError: the stream was closed
+        except BrokenPipeError:
             self.broken = True
-            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-                why = error.strerror
-                print(f"tfmw: standard output cannot be written ({why})", file=sys.stderr)
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed
+            self._problem = getattr(error, "strerror", None) or str(error)
+
+    def close(self) -> None:
+        """Says at the end of a run that some of its output was dropped."""
+        if self._problem:
+            say(f"tfmw: standard output could not be written ({self._problem}): lines are missing")
+
+
+def say(line: str) -> None:
+    """Prints a line to standard error, which may be a terminal that has closed."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 class OutputPump:
