@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import tfmw
-from tests.engines.contract import TIMEOUT_S, Contract, runs_forever, shell, wait_for
+from tests.engines.contract import TIMEOUT_S, Contract, doubled, runs_forever, shell, wait_for
 from tests.helpers.cluster import MARK, marked, wait_gone
 from tfmw.engines import Engine, Local
+from tfmw.engines.engine import JobHandle
 from tfmw.errors import TaskFailed, UsageError
 
 pytestmark = pytest.mark.multiprocess
@@ -98,3 +100,50 @@ def test_wrong_use(tmp_path: Path) -> None:
             tfmw.submit(print, workers=workers, on="local")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"received workers=\(2, 3\): this machine takes one"):
         tfmw.launch(print, workers=(2, 3))
+
+
+class Own(Local):
+    """An engine that tfmw does not know."""
+
+    name = "own"
+    fails = ""
+
+    def where(self, number: str) -> str:
+        if self.fails == "where":
+            raise RuntimeError("no dashboard")
+        return f"own job {number}"
+
+    def attach(self, number: str) -> JobHandle:
+        if self.fails == "attach":
+            raise PermissionError(errno.EACCES, "Permission denied", "pid")
+        return super().attach(number)
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "said"),
+    [
+        ("where", RuntimeError, "no dashboard"),
+        ("attach", UsageError, "the job cannot be started from .*own: .*Permission denied"),
+    ],
+)
+def test_job_whose_submission_fails_is_ended(
+    fails: str, error: type, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = os.urandom(8).hex()
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setattr(Own, "fails", fails)
+    with pytest.raises(error, match=said):
+        tfmw.submit(runs_forever, (str(tmp_path),), on=Own(directory=tmp_path / "jobs"))
+    monkeypatch.undo()
+    assert wait_gone(list(marked(mark)), timeout_s=30) == []
+    assert list((tmp_path / "jobs/own").iterdir()) == []
+
+
+def test_job_of_an_engine_that_tfmw_does_not_know(tmp_path: Path) -> None:
+    engine = Own(directory=tmp_path)
+    job = tfmw.submit(doubled, (3,), 1, on=engine, env={"TFMW_NO_INIT": "1"})
+    assert job.id.startswith("own:")
+    assert tfmw.attach(job.id, on=engine).result(TIMEOUT_S) == job.result(TIMEOUT_S)
+    for job_id, on in ((job.id, None), ("local:1", engine)):
+        with pytest.raises(UsageError, match=r"expected an engine and a number.* by on="):
+            tfmw.attach(job_id, on=on)

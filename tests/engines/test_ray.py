@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -288,6 +289,14 @@ def test_goes_on_with_fewer_nodes_and_grows(cluster: Any, engine: Ray, tmp_path:
     job.forget()
     for node in (here, more):
         cluster.remove_node(node)
+
+
+def test_ray_without_the_name_of_its_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a private one: a job that has been started needs no dashboard."""
+    context = SimpleNamespace(gcs_address="h0:6379")
+    ray = SimpleNamespace(get_runtime_context=lambda: context)
+    monkeypatch.setattr(Ray, "_connect", lambda self: ray)
+    assert Ray().where("4711") == "job ray:4711 on the Ray cluster at h0:6379"
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

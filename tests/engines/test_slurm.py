@@ -158,6 +158,22 @@ def test_slurm_that_cannot_be_asked_has_not_lost_a_job(
     job.forget()
 
 
+def test_job_that_cannot_be_found_again_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    cancelled = tmp_path / "cancelled"
+    for command, line in (("sbatch", "echo 4711"), ("scancel", f"echo $@ > '{cancelled}'")):
+        (tmp_path / command).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / command).chmod(0o755)
+    root = tmp_path / "jobs/slurm"
+    (root / "4711").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"cannot be started from .*jobs/slurm: .*File exists"):
+        tfmw.submit(runs_forever, (str(tmp_path),), on=Slurm(directory=tmp_path / "jobs"))
+    assert cancelled.read_text() == "4711\n"
+    assert [path.name for path in root.iterdir()] == ["4711"]
+
+
 def test_attempt_of_all_tasks_waits_for_a_silent_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import os
 import pickle
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tfmw.engines import own_files
@@ -90,6 +90,25 @@ def write_job(root: Path, spec: JobSpec, payload: Payload) -> Path:
             "by directory=, which all hosts of the job share."
         ) from error
     return folder
+
+
+@contextlib.contextmanager
+def submitting(folder: Path) -> Iterator[contextlib.ExitStack]:
+    """Removes a job's folder after an error.
+
+    Yields:
+        Takes the functions that end what has been started of the job, for the same case.
+
+    Raises:
+        UsageError: a file cannot be written, or a process cannot be started.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            yield undo
+        except OSError as error:
+            raise UsageError(f"the job cannot be started from {folder.parent}: {error}.") from error
+        undo.pop_all()
 
 
 def write_contact(folder: Path, contact: Contact) -> None:

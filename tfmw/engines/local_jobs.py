@@ -20,6 +20,7 @@ from tfmw.engines.folder import (
     FolderHandle,
     FolderTasks,
     control,
+    submitting,
     write_contact,
     write_job,
 )
@@ -44,17 +45,20 @@ class Local(FolderEngine):
 
     def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
         folder = write_job(self.root, spec, payload)
-        with open(folder / "controller.log", "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tfmw.engines.local_jobs", str(folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        (folder / "pid").write_text(str(process.pid))
-        threading.Thread(target=process.wait, daemon=True).start()
-        return folder.name, self.attach(folder.name)
+        with submitting(folder) as undo:
+            with open(folder / "controller.log", "wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "tfmw.engines.local_jobs", str(folder)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            undo.callback(process.kill)
+            threading.Thread(target=process.wait, daemon=True).start()
+            (folder / "pid").write_text(str(process.pid))
+            handle = self.attach(folder.name)
+        return folder.name, handle
 
     def attach(self, number: str) -> JobHandle:
         folder = self.folder(number)

@@ -95,10 +95,10 @@ class Ray(Engine):
             # arrays of the call go there from where the caller has them.
             parts = [ray.put(np.frombuffer(part, np.uint8)) for part in payload]
             ray.get(actor.begin.remote(spec, parts, self))
+            return number, self._handle(ray, actor)
         except BaseException:
             ray.kill(actor)
             raise
-        return number, self._handle(ray, actor)
 
     def attach(self, number: str) -> JobHandle:
         ray = self._connect(start=False)
@@ -116,7 +116,9 @@ class Ray(Engine):
 
     def where(self, number: str) -> str:
         context = self._connect().get_runtime_context()
-        url = self._connect()._private.worker.get_dashboard_url()
+        url = ""
+        with contextlib.suppress(AttributeError):  # of a version of Ray that has another name
+            url = self._connect()._private.worker.get_dashboard_url()
         at = f", dashboard at http://{url}" if url else ""
         return f"job ray:{number} on the Ray cluster at {context.gcs_address}{at}"
 

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from tfmw.engines.folder import (
     FolderHandle,
     FolderTasks,
     control,
+    submitting,
     write_contact,
     write_job,
 )
@@ -117,8 +117,8 @@ class Slurm(FolderEngine):
             python=shlex.quote(self.python),
             preempted=PREEMPTED,
         )
-        (folder / "job.sbatch").write_text(script)
-        try:
+        with submitting(folder) as undo:
+            (folder / "job.sbatch").write_text(script)
             number = _command(
                 "sbatch",
                 "--parsable",
@@ -127,11 +127,10 @@ class Slurm(FolderEngine):
                 str(folder / "job.sbatch"),
                 env={"TFMW_JOB_FOLDER": str(folder)},
             ).partition(";")[0]
-        except UsageError:
-            shutil.rmtree(folder)
-            raise
-        (self.root / number).symlink_to(folder.name)
-        return number, self.attach(number)
+            undo.callback(_cancel, number)
+            (self.root / number).symlink_to(folder.name)
+            handle = self.attach(number)
+        return number, handle
 
     def attach(self, number: str) -> JobHandle:
         def state() -> str:
@@ -142,11 +141,7 @@ class Slurm(FolderEngine):
                 handle.why = f"Slurm ended job {number}: {name}" if name else ""
             return found
 
-        def kill() -> None:
-            with contextlib.suppress(UsageError):
-                _command("scancel", number)
-
-        handle = FolderHandle(self.folder(number), state, kill)
+        handle = FolderHandle(self.folder(number), state, lambda: _cancel(number))
         return handle
 
     def numbers(self) -> list[str]:
@@ -174,6 +169,11 @@ class Slurm(FolderEngine):
             size.append(f"{gpus}={self.gpus_per_task}")
         named = {"partition": self.partition, "time": self.time, "account": self.account}
         return [*size, *(f"--{k}={v}" for k, v in named.items() if v), *self.options]
+
+
+def _cancel(number: str) -> None:
+    with contextlib.suppress(UsageError):
+        _command("scancel", number)
 
 
 def state_name(number: str) -> str | None:

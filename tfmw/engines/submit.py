@@ -178,10 +178,12 @@ def attach(job_id: str, on: Engine | None = None) -> Job:
         UsageError: there is no such job, or its engine is not there.
     """
     name, colon, number = job_id.partition(":")
-    if not colon or not number or name not in _ENGINES:
+    known = _ENGINES if on is None else (on.name,)
+    if not colon or not number or name not in known:
         raise UsageError(
             f"received the job {job_id!r}: expected an engine and a number, such as "
-            "'slurm:4711'; tfmw jobs lists them."
+            f"'{'slurm' if on is None else on.name}:4711'; tfmw jobs lists them. An engine that is "
+            "not one of tfmw's is passed by on=."
         )
     engine = engine_of(name) if on is None else on
     return Job(name, number, engine.attach(number), engine.where(number))
@@ -248,7 +250,12 @@ def start(
     )
     spec = JobSpec(setup, (least, most), directories=directories or {})
     number, handle = engine.submit(spec, payload)
-    return Job(engine.name, number, handle, engine.where(number))
+    try:
+        return Job(engine.name, number, handle, engine.where(number))
+    except BaseException:  # nobody would know of the job
+        handle.kill()
+        handle.forget()
+        raise
 
 
 @contextlib.contextmanager
