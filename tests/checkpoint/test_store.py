@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
+import fcntl
 import json
 import logging
 import os
 import pickle
 import random
+import shutil
 import stat
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -25,15 +29,17 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tests.helpers.backup_points import failing, watched
+from tests.helpers.backup_points import failing, lacking, watched
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tests.helpers.records import reseal
-from tfmw.checkpoint import state
+from tfmw.checkpoint import compatibility, resume, state
 from tfmw.checkpoint.schedule import BackgroundWriter, Schedule
 from tfmw.checkpoint.store import BackupStore, verify
 from tfmw.cluster import membership
+from tfmw.cluster.group import Group
 from tfmw.errors import TfmwError, UsageError
 from tfmw.keras_compat import models
+from tfmw.runtime import disk
 
 ENVIRON = {**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
@@ -261,6 +267,71 @@ def test_without_an_intact_backup_nothing_starts_over_or_is_deleted(store, caplo
     assert store.steps() == [1, 2]
 
 
+def test_backups_without_records_are_refused_and_not_deleted(store, caplog):
+    """Of a copy that was interrupted or filtered; a local write leaves none."""
+    paths = written(store, 1, 2)
+    for path in paths:
+        (path / "record.json").unlink()
+    with pytest.raises(
+        UsageError, match=r"no backup in .* is intact \(.*step_0+2 .* has no record.json;.*step_0+1"
+    ):
+        fall_back(store, caplog)
+    model = dense_model()
+    x: np.ndarray = np.ones((4, 3), np.float32)
+    with pytest.raises(UsageError, match="restore one from elsewhere, or delete them"):
+        tfmw.fit(model, x, x[:, :1], verbose=0, backup_dir=store.path)
+    assert store.steps() == [1, 2]
+    assert all(len(os.listdir(path)) == 2 for path in paths)
+
+
+def test_only_what_a_write_has_marked_is_a_leftover_in_an_object_store(tmp_path, caplog):
+    """Its writes and removals end at each of their changes; what was complete is found."""
+    url = f"file://{tmp_path}/backups"
+    store = BackupStore(url)
+    points, failed = 0, True
+    while failed:
+        tf.io.gfile.makedirs(url)
+        store = BackupStore(url)
+        store.clear()
+        written(store, 1)
+        failed = True
+        with (
+            watched(failing(points, tf.errors.UnknownError(None, None, "gone"))),
+            contextlib.suppress(tf.errors.UnknownError),
+        ):
+            written(store, 1 + points % 2)
+            store.clear()
+            failed = False
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "tfmw"):
+            found = BackupStore(url).newest_intact(value_of)
+        assert found in (None, 1, 2)
+        assert " is damaged" not in caplog.text
+        written(store, 3, 4)
+        assert [s for s in store.steps() if store.read(s)] == store.steps()[-2:] == [3, 4]
+        points += 1
+    assert points > 6, "the points of a write were not reached"
+    for path in Path(tmp_path, "backups").iterdir():
+        (path / "record.json").unlink()
+    with pytest.raises(UsageError, match=r"step_0+4 is damaged: it has no record.json;"):
+        BackupStore(url).newest_intact(value_of)
+
+
+@pytest.mark.parametrize("change", [(os, "rename"), (shutil, "rmtree")])
+def test_an_interrupted_removal_leaves_no_damaged_backup(store, change):
+    """A run that has ended removes its backups; the next one begins anew, and is not refused."""
+    written(store, 1, 2)
+    with (
+        mock.patch.object(*change, side_effect=OSError("gone")),
+        pytest.raises(OSError, match="gone"),
+    ):
+        store.clear()
+    intact = [step for step in store.steps() if store.read(step)]
+    assert intact == ([1, 2] if change[0] is os else [2])
+    with store.locked():
+        assert not [name for name in os.listdir(store.path) if name.startswith(".")]
+
+
 def test_backup_of_another_format_is_refused_and_not_changed(store, caplog):
     _, newest = written(store, 1, 2)
     reseal(newest, format=2)
@@ -431,9 +502,13 @@ def test_resumed_run_keeps_its_own_settings():
 
 
 @pytest.mark.slow
-def test_second_run_is_refused_until_the_first_has_ended(store):
+@pytest.mark.parametrize("lacks", [None, errno.EOPNOTSUPP])
+def test_second_run_is_refused_until_the_first_has_ended(store, monkeypatch, caplog, lacks):
+    """On a file system without flock, too, of which a killed run leaves a lease."""
+    if lacks is not None:
+        monkeypatch.setattr(fcntl, "flock", lacking(lacks))
     with subprocess.Popen(
-        [sys.executable, PROGRAMS / "backup_lock.py", store.path],
+        [sys.executable, PROGRAMS / "backup_lock.py", store.path, *([str(lacks)] * bool(lacks))],
         env=ENVIRON,
         stdout=subprocess.PIPE,
         text=True,
@@ -447,10 +522,42 @@ def test_second_run_is_refused_until_the_first_has_ended(store):
         finally:
             holder.kill()
         holder.wait()
+    monkeypatch.setattr(disk, "LEASE_S", 0.0)
     with store.locked():
         assert value_of(store.read(written(store, 1) and 1)) == 1
+        assert ("has no flock, so tfmw renews the lease LOCK.2" in caplog.text) == bool(lacks)
+        if lacks:
+            Path(store.path, "LOCK.3").touch()  # of a run that took this one for dead
+            with pytest.raises(OSError, match="another run has taken the lock"):
+                written(store, 2)
     with store.locked():  # let go of by a run that has ended
         assert store.steps() == [1]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_backups_are_written_where_directories_cannot_be_flushed(store, monkeypatch, number):
+    fsync = os.fsync
+
+    def of_files(descriptor: int) -> None:
+        (lacking(number) if stat.S_ISDIR(os.fstat(descriptor).st_mode) else fsync)(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    written(store, 1, 2)
+    assert value_of(store.newest()) == 2
+
+
+def test_a_run_that_cannot_begin_releases_the_lock(store):
+    """What an interpreter does next, a notebook's say, gets the same error, not another one."""
+    for path in written(store, 1, 2):
+        (path / "record.json").unlink()
+    for _ in range(2):
+        with (
+            pytest.raises(UsageError, match=r"no backup in .* is intact"),
+            resume.Backups(Group(0, 1), tfmw.callbacks.BackupAndRestore(store.path)),
+        ):
+            raise AssertionError("training begins anew")
+    with store.locked():
+        assert store.steps() == [1, 2]
 
 
 def test_no_other_user_can_open_the_lock_and_hold_it(store):
@@ -537,6 +644,15 @@ def built(model: keras.Model, inputs: int, outputs: int) -> keras.Model:
     return model
 
 
+def refuse_other(
+    saved: list[str], current: list[str], path: str, version: str | None = keras.__version__
+) -> None:
+    record = {"signature": saved, "versions": {"keras": version}}
+    if version is None:
+        del record["versions"]  # as of older versions
+    compatibility.refuse_other(record, current, path)
+
+
 class Subclassed(keras.Model):
     def __init__(self, units=4):
         super().__init__()
@@ -555,7 +671,7 @@ def test_backup_with_another_quantization_or_adapter_is_refused():
         if rank:
             model.layers[0].enable_lora(rank)
         model.compile("adam", "mse")
-        return state.signature(built(model, 3, 4), 32)
+        return compatibility.signature(built(model, 3, 4), 32)
 
     plain = signature(quantized=False, rank=None)
     for quantized, rank, difference in [
@@ -564,21 +680,21 @@ def test_backup_with_another_quantization_or_adapter_is_refused():
         (True, 2, "int8"),
     ]:
         with pytest.raises(UsageError, match=rf"belongs to another model.*{difference}"):
-            state.refuse_other(plain, signature(quantized=quantized, rank=rank), "backups")
+            refuse_other(plain, signature(quantized=quantized, rank=rank), "backups")
     other = signature(quantized=True, rank=1)
     with pytest.raises(UsageError, match=r"lora_alpha: 2.*lora_alpha: 1"):
-        state.refuse_other(signature(quantized=True, rank=2), other, "backups")
+        refuse_other(signature(quantized=True, rank=2), other, "backups")
 
 
 def test_signature_is_stable_over_instances_of_a_model():
-    first = state.signature(dense_model(), 32)
+    first = compatibility.signature(dense_model(), 32)
     keras.layers.Dense(1)  # counts on in the names that Keras makes up
-    assert state.signature(dense_model(), 32) == first
+    assert compatibility.signature(dense_model(), 32) == first
     other_rate = dense_model(optimizer=keras.optimizers.Adam(0.5))
-    assert state.signature(other_rate, 32) == first
+    assert compatibility.signature(other_rate, 32) == first
 
 
-@pytest.mark.parametrize(
+DIFFERENCES = pytest.mark.parametrize(
     ("changes", "was", "now"),
     [
         ({"activation": "tanh"}, 'activation: "relu"', 'activation: "tanh"'),
@@ -592,26 +708,85 @@ def test_signature_is_stable_over_instances_of_a_model():
         ({"metrics": ["mae", "mse"]}, "[(), ()]", "[(), (), (), ()]"),
     ],
 )
-def test_a_backup_of_another_model_is_refused_by_its_first_difference(changes, was, now):
-    saved = state.signature(dense_model(), 32)
-    mine = state.signature(dense_model(**changes), 32)
+
+
+@DIFFERENCES
+@pytest.mark.parametrize("version", [keras.__version__, "3.8.0", None])
+def test_a_backup_of_another_model_is_refused_by_its_first_difference(changes, was, now, version):
+    saved = compatibility.signature(dense_model(), 32)
+    mine = compatibility.signature(dense_model(**changes), 32)
     with pytest.raises(UsageError) as said:
-        state.refuse_other(saved, mine, "/b")
+        refuse_other(saved, mine, "/b", version)
     message = str(said.value)
     assert "'/b' belongs to another model" in message
     assert message.index(was) < message.index(now)
+    written_with = f"(written with Keras 3.8.0; this is {keras.__version__})"
+    assert (written_with in message) == (version == "3.8.0")
     assert "Use another backup_dir, or delete that one" in message
 
 
 def test_a_backup_of_another_batch_size_or_class_is_refused():
-    saved = state.signature(dense_model(), 32)
+    saved = compatibility.signature(dense_model(), 32)
     with pytest.raises(UsageError, match=r"\[global batch size: 32\], this run has \[.*64\]"):
-        state.refuse_other(saved, state.signature(dense_model(), 64), "/b")
+        refuse_other(saved, compatibility.signature(dense_model(), 64), "/b")
     other = Subclassed()
     other.compile("adam", "mse", metrics=["mae"])
     built(other, 3, 4)
     with pytest.raises(UsageError, match=r"\[model: Sequential\], this run has \[model: Subclass"):
-        state.refuse_other(saved, state.signature(other, 32), "/b")
+        refuse_other(saved, compatibility.signature(other, 32), "/b")
+
+
+OF_ANOTHER_KERAS = [  # what Keras 3.8, 3.12 and 3.14 wrote, and 3.15 writes
+    (
+        '"config": {"input_axes": null, "output_axes": null, "seed": null}',
+        '"config": {"seed": null}',
+    ),
+    ("l2: 0.01", "l2: 0.009999999776482582"),
+    ("variable sgd/", "variable SGD/"),
+    ("variable sgd/", "variable "),
+    ("layer 0: Dense, quantization_config: null", "layer 0: Dense, use_gate: false"),
+    ("; object: Huber, delta: 1.0", ""),
+]
+
+
+@pytest.mark.parametrize(("now", "then"), OF_ANOTHER_KERAS)
+def test_another_release_of_keras_describes_the_same_model(now, then):
+    current = [
+        "model: Sequential",
+        "layer 0: Dense",
+        'layer 0: Dense, kernel_initializer: {"class_name": "GlorotUniform", "config": '
+        '{"input_axes": null, "output_axes": null, "seed": null}}',
+        "layer 0: Dense, l2: 0.01",
+        "layer 0: Dense, quantization_config: null",
+        "variable dense/kernel: float32 (3, 4)",
+        "variable sgd/dense_kernel_momentum: float32 (3, 4)",
+        'loss: object: Huber; object: Huber, delta: 1.0; object: Huber, reduction: "sum"',
+        "global batch size: 32",
+    ]
+    saved = [line.replace(now, then) for line in current]
+    assert saved != current
+    for version in ("3.14.0", None):
+        refuse_other(saved, current, "/b", version)
+        refuse_other(current, saved, "/b", version)
+    with pytest.raises(UsageError, match="belongs to another model"):
+        refuse_other(saved, current, "/b")
+    for was, other in [("float32 (3, 4)", "float32 (4, 3)"), ("Huber", "MeanAbsoluteError")]:
+        with pytest.raises(UsageError, match="belongs to another model"):
+            refuse_other([line.replace(was, other) for line in saved], current, "/b", "3.14.0")
+
+
+def test_variables_are_restored_by_their_place_if_a_release_renames_them():
+    model, other = dense_model(), dense_model()
+    for variable in model.variables:
+        variable.assign(np.random.default_rng(1).uniform(size=variable.shape))
+    tensors = state.Snapshots().take(model, tf.distribute.get_strategy())
+    renamed = {name.replace("/adam/", "/Adam/"): tensors[name] for name in tensors}
+    assert renamed.keys() != tensors.keys()
+    state.restore(other, renamed)
+    slots = [v for v in other.optimizer.variables if "momentum" in v.path]
+    assert len(slots) == 4
+    for slot, expected in zip(other.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(slot, expected)
 
 
 # ---------------------------------------------------------------- how often

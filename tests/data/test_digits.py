@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 import tfmw.datasets.digits
+from tests.helpers.backup_points import lacking
 from tfmw import datasets
 
 FILE = Path(tfmw.datasets.digits.__file__).with_name("digits.csv.gz")
@@ -128,6 +131,16 @@ def test_lock_is_released_with_its_process(tmp_path):
     with datasets.one_process_at_a_time(held):
         assert _try_lock(held) == "held"
     assert _try_lock(held) == "free"
+
+
+def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
+    for number in (errno.ENOLCK, errno.ENOSYS):
+        monkeypatch.setattr(fcntl, "lockf", lacking(number))
+        with datasets.one_process_at_a_time(tmp_path / "1.0.0"):
+            pass
+    monkeypatch.setattr(fcntl, "lockf", lacking(errno.EIO))
+    with pytest.raises(OSError, match="Input"), datasets.one_process_at_a_time(tmp_path / "1.0.0"):
+        pass
 
 
 def _try_lock(path):

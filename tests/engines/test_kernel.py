@@ -170,7 +170,7 @@ def test_fit_in_a_cell(kernel: Kernel, fitted: Cell) -> None:
 def test_one_live_progress_bar(fitted: Cell) -> None:
     lines = [re.sub(r"\x1b\[[\d;]*m", "", collapse(x)) for x in fitted.stdout.split("\n") if x]
     assert [line.split(" ")[0] for line in lines] == ["Epoch", "16/16"] * 3, lines
-    bar = r"16/16 ━{20} \d+s \d+m?s/step - [\d,]+ examples/s - accuracy: "
+    bar = r"16/16 ━{20} \d+s \d+[mu]?s/step - [\d,]+ examples/s - accuracy: "
     assert all(re.match(bar, line) for line in lines[1::2]), lines
     states = fitted.stdout.count("/16\x1b[0m")
     assert states > 3, "each bar has been drawn more than once"

@@ -60,3 +60,12 @@ def failing(number: int, error: BaseException) -> Callable[[str], None]:
             raise error
 
     return before
+
+
+def lacking(number: int) -> Callable[..., None]:
+    """A call that a file system does not have: it raises OSError of that number."""
+
+    def call(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call

@@ -16,7 +16,7 @@ import tensorflow as tf
 import tfmw
 from tests.helpers.by_hand import free_addresses
 from tfmw import Cluster, ClusterError, TaskFailed, TfmwError, UsageError, data
-from tfmw.checkpoint import evaluator, state
+from tfmw.checkpoint import compatibility, evaluator, state
 from tfmw.checkpoint.store import BackupStore
 from tfmw.cluster import servers as ps_cluster
 from tfmw.cluster.servers import SILENCE_S, ControlServer, wait_for_end
@@ -353,7 +353,7 @@ def test_evaluator_exports_the_best_backup_not_the_last(tmp_path, scores):
         number, _ = to_come.pop(0)
         model.layers[0].bias.assign([float(number)])
         tensors = state.Snapshots().take(model, tf.distribute.get_strategy())
-        record = {"done": not to_come, "signature": state.signature(model, None)}
+        record = {"done": not to_come, "signature": compatibility.signature(model, None)}
         model.layers[0].bias.assign([-1.0])
         store.write(number, tensors, record)
 

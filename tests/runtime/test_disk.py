@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import stat
 import subprocess
@@ -9,6 +12,9 @@ import sys
 
 import pytest
 
+from tests.helpers.backup_points import lacking
+from tests.helpers.threads import in_threads
+from tfmw.runtime import disk
 from tfmw.runtime.disk import file_lock, holder_of
 
 
@@ -47,3 +53,69 @@ def test_a_link_in_its_place_is_not_followed(tmp_path):
     with pytest.raises(OSError, match="symbolic link"), file_lock(str(tmp_path / "LOCK")):
         pass
     assert (tmp_path / "other").read_text() == ""
+
+
+# ---------------------------------------------------------------- file systems that lack calls
+
+
+@pytest.fixture(params=[errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def without_flock(request, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lacking(request.param))
+
+
+def test_without_flock_a_lease_admits_one_at_a_time(tmp_path, without_flock, monkeypatch):
+    monkeypatch.setattr(disk, "_BEAT_S", 0.01)
+    monkeypatch.setattr(disk, "_POLL_S", 0.001)
+    holders, most = [0], [0]
+
+    def work(rank):
+        for _ in range(5):
+            with file_lock(str(tmp_path / "LOCK"), patience_s=100) as held:
+                holders[0] += 1
+                most[0] = max(most[0], holders[0])
+                assert held()
+                holders[0] -= 1
+        return "done"
+
+    assert in_threads(6, work) == ["done"] * 6
+    assert most == [1]
+    assert sorted(os.listdir(tmp_path)) == ["LOCK", "LOCK.30"]
+    assert holder_of(str(tmp_path / "LOCK")).startswith(f"process {os.getpid()} on ")
+
+
+def test_a_lease_that_nobody_renews_is_taken_and_its_holder_notices(
+    tmp_path, without_flock, monkeypatch
+):
+    """Its holder was stopped, and goes on later."""
+    path = str(tmp_path / "LOCK")
+    monkeypatch.setattr(disk, "_BEAT_S", 3600)
+    monkeypatch.setattr(disk, "LEASE_S", 0.0)
+    with file_lock(path) as first, contextlib.ExitStack() as later:
+        assert first()
+        second = later.enter_context(file_lock(path))
+        assert second()
+        assert not first()
+        (tmp_path / "LOCK.7").touch()  # by another machine
+        assert not second()
+    assert "LOCK.7" in os.listdir(tmp_path)
+
+
+def test_another_error_of_flock_is_raised(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lacking(errno.EIO))
+    with pytest.raises(OSError, match="Input/output"), file_lock(str(tmp_path / "LOCK")):
+        pass
+    monkeypatch.undo()
+    with file_lock(str(tmp_path / "LOCK")) as held:
+        assert held()
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+def test_only_an_error_of_the_disk_is_raised_by_flush(tmp_path, monkeypatch, number):
+    """CIFS and FUSE do not flush directories."""
+    opened = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fsync", lacking(number))
+    with contextlib.ExitStack() as stack:
+        if number == errno.EIO:
+            stack.enter_context(pytest.raises(OSError, match="Input/output"))
+        disk.flush(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == opened

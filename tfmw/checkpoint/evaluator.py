@@ -30,6 +30,7 @@ import keras
 import tensorflow as tf
 
 from tfmw.checkpoint import state
+from tfmw.checkpoint.compatibility import refuse_other, signature
 from tfmw.checkpoint.store import EVALUATOR_LOCK, Backup, BackupStore, Damaged
 from tfmw.errors import UsageError
 from tfmw.export import export
@@ -127,10 +128,10 @@ class _Evaluation:
         except (Damaged, OSError, tf.errors.OpError):
             return False
         saved, current = (  # the batch size is not compared
-            [line for line in signature if not line.startswith("global batch size")]
-            for signature in (backup.record["signature"], state.signature(self._model, None))
+            [line for line in lines if not line.startswith("global batch size")]
+            for lines in (backup.record["signature"], signature(self._model, None))
         )
-        state.refuse_other(saved, current, self._path)
+        refuse_other({**backup.record, "signature": saved}, current, self._path)
         state.restore(self._model, tensors)
         logs = {f"val_{name}": float(value) for name, value in self._evaluate().items()}
         with self.writer.as_default():

@@ -31,6 +31,7 @@ from tfmw import storage
 from tfmw.callbacks import BackupAndRestore
 from tfmw.callbacks.log import flush_events
 from tfmw.checkpoint import state
+from tfmw.checkpoint.compatibility import refuse_other, signature
 from tfmw.checkpoint.schedule import BackgroundWriter, Schedule
 from tfmw.checkpoint.store import Backup, BackupStore
 from tfmw.checkpoint.tensor_files import SharedWrite, SlotParts, TableBackups, is_shared
@@ -41,6 +42,7 @@ from tfmw.errors import Preempted, TfmwError, UsageError, first_line
 from tfmw.keras_compat import models
 from tfmw.runtime import disk, fence
 from tfmw.runtime.signals import LEAVE
+from tfmw.runtime.versions import common_versions
 from tfmw.tables.files import NotFinite
 from tfmw.tables.table import is_table
 
@@ -107,9 +109,12 @@ class Backups:
 
     def __enter__(self) -> Backups:
         if self.has_directory:
-            self.record = self._group.from_chief(self._open)
-            self.on_disk = self.record, self.tensors
-            self._install_signals()
+            with contextlib.ExitStack() as on_error:
+                on_error.callback(self._stack.close)  # of the lock
+                self.record = self._group.from_chief(self._open)
+                self.on_disk = self.record, self.tensors
+                self._install_signals()
+                on_error.pop_all()
             self._last = self._clock()
         return self
 
@@ -174,9 +179,9 @@ class Backups:
                     f"backup_dir {self.path!r} has a backslash or brackets, which TensorFlow on "
                     "parameter servers takes for a pattern: name a directory without them."
                 )
-            self._signature = state.signature(model, batch_size)
+            self._signature = signature(model, batch_size)
             if found is not None:
-                state.refuse_other(found["signature"], self._signature, self.path)
+                refuse_other(found, self._signature, self.path)
 
         self._group.from_chief(check)
         if found is not None and self._group.is_chief:
@@ -306,6 +311,7 @@ class Backups:
             "run": _run(),
             "attempt": fence.attempt(),
             "signature": self._signature,
+            "versions": common_versions(),
             **entries,
         }
         if self._tables is None and (files := state.table_files(model)) is not None:

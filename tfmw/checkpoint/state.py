@@ -1,6 +1,5 @@
 """The state of a run: copied from a model in training, restored into a new one.
 
-    shape = signature(model, batch_size)             # refuses another model's backup
     tensors = Snapshots().take(model, strategy)      # every variable, by name
     restore(model, tensors)                          # before the model is placed
 
@@ -14,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import itertools
-import json
 import math
 import os
 import re
@@ -31,9 +28,9 @@ from tfmw.callbacks.roles import writes
 from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.data.random_state import random_state
 from tfmw.errors import UsageError
-from tfmw.keras_compat import models, optimizer_part, optimizers, placement
+from tfmw.keras_compat import models, optimizer_part, placement
 from tfmw.keras_compat.memory import new_tensor, view_of
-from tfmw.keras_compat.metric_variables import leaf_metrics, metric_variables
+from tfmw.keras_compat.metric_variables import metric_variables
 from tfmw.tables.files import TableFiles, TensorSlice, slice_spec
 from tfmw.tables.table import Table, is_table, table_of, tables_among
 
@@ -47,94 +44,16 @@ _KEPT_TYPES = (tf.float16, tf.float32, tf.float64)
 _AT_FIRST = "_tfmw_at_first"  # an attribute of callbacks, while they are in a run with backups
 
 
-# ---------------------------------------------------------------- the signature
-
-
-def signature(model: keras.Model, batch_size: int | None) -> list[str]:
-    """One line for each property in which a model and its backup must agree."""
-    lines = [f"model: {type(model).__name__}"]
-    for number, layer in enumerate(models.layers_of(model)):
-        if layer is not model:
-            lines += _described(f"layer {number}", layer)
-    for optimizer in optimizers.optimizers_of(model):
-        lines += _described("optimizer", optimizer)
-    for variable in named(model).values():
-        native = models.native(variable)
-        lines.append(f"variable {_plain(variable.path)}: {native.dtype.name} {native.shape}")
-    lines.append(f"loss: {_loss(getattr(model, 'loss', None))}")
-    for metric in leaf_metrics(model):
-        shapes = [tuple(v.shape) for v in metric.variables]
-        lines.append(f"metric {_plain(metric.name)}: {type(metric).__name__} {shapes}")
-    lines.append(f"global batch size: {batch_size}")
-    return lines
-
-
-def _described(what: str, part: Any) -> list[str]:
-    """One line for the class of a layer, optimizer or loss, and one for each setting."""
-    kind = f"{what}: {type(part).__name__}"
-    try:
-        config = dict(part.get_config())
-    except (NotImplementedError, TypeError, ValueError, AttributeError):
-        return [kind]
-    # These differ between runs of the same model, or have their own lines.
-    for name in ("name", "learning_rate", "layers", "build_config", "inner_optimizer"):
-        config.pop(name, None)
-    settings = {
-        name: json.dumps(
-            _without_numbers(value), sort_keys=True, default=lambda part: type(part).__name__
-        )
-        for name, value in config.items()
-    }
-    return [kind, *(f"{kind}, {name}: {settings[name]}" for name in sorted(settings))]
-
-
-def _without_numbers(value: Any) -> Any:
-    """A configuration without the numbers that Keras appends to generated names."""
-    if isinstance(value, str):
-        return _plain(value)
-    if isinstance(value, Mapping):
-        return {str(k): _without_numbers(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_numbers(v) for v in value]
-    return value
-
-
-def _loss(loss: Any) -> str:
-    """The loss argument of compile(), by name."""
-    if isinstance(loss, Mapping):
-        return ", ".join(f"{key}: {_loss(loss[key])}" for key in sorted(loss, key=str))
-    if isinstance(loss, list | tuple):
-        return f"[{', '.join(map(_loss, loss))}]"
-    if isinstance(loss, keras.losses.Loss):
-        return "; ".join(_described("object", loss))
-    return str(getattr(loss, "__name__", loss if isinstance(loss, str) else type(loss).__name__))
-
-
-def _plain(text: str) -> str:
-    return _NUMBER.sub("", text)
-
-
-def refuse_other(saved: list[str], current: list[str], path: str) -> None:
-    """Raises UsageError naming the first difference between two signatures."""
-    for was, now in itertools.zip_longest(saved, current):
-        if was == now:
-            continue
-        kind, has = "model", f"it has [{was}], this run has [{now}]"
-        if was is None or now is None:
-            has = f"only {'this run' if was is None else 'the backup'} has [{was or now}]"
-        elif was.startswith("global batch size"):
-            kind = "batch size"
-        raise UsageError(
-            f"the backup in {path!r} belongs to another {kind}: {has}. Use another backup_dir, or "
-            "delete that one to start anew."
-        )
-
-
 def named(model: keras.Model) -> dict[str, Any]:
     """Every variable whose value all replicas share, by a name that is stable over runs."""
     metrics = {id(v) for v in metric_variables(model)}
     shared = [v for v in placement.all_variables(model) if id(v) not in metrics]
-    return {f"{i:06d}/{_plain(v.path)}": v for i, v in enumerate(shared)}
+    return {f"{i:06d}/{plain(v.path)}": v for i, v in enumerate(shared)}
+
+
+def plain(text: str) -> str:
+    """A path or name without the numbers that Keras appends to generated names."""
+    return _NUMBER.sub("", text)
 
 
 # ---------------------------------------------------------------- the model
@@ -211,7 +130,10 @@ def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
     """
     layout = getattr(tensors, "layout", {})
     of_servers = {}
-    for name, variable in named(model).items():
+    # By number: releases of Keras name the same variables in different ways.
+    saved = {name.partition("/")[0]: name for name in tensors}
+    for own_name, variable in named(model).items():
+        name = saved[own_name.partition("/")[0]]
         native = models.native(variable)
         if isinstance(native, Table) and name in layout:
             of_servers[name] = native

@@ -23,8 +23,9 @@ The record has the format's number: 1, or 2 with tables. Of format 1 with tables
 A backup is written under a temporary name, flushed and renamed (`tfmw.storage`). The two newest are
 kept, and one more if these share files of tables. Reading is safe: no pickle, no code, no links
 followed, and never more memory than the files have bytes. Paths are local, or URLs that
-`tf.io.gfile` opens. Object stores have no atomic rename; there the record, written last, marks a
-backup as complete.
+`tf.io.gfile` opens. Object stores have no atomic rename; there a backup has a file `writing` until
+it is complete. A backup with neither this file nor a record is damaged, by a partial copy for
+example.
 
     problems = verify("/shared/backups/run7")         # [] or one sentence for each problem
 """
@@ -63,6 +64,7 @@ EVALUATOR_LOCK = "EVALUATOR"
 KEPT = 2
 _PATIENCE_S = 15.0  # for the lock of an earlier attempt, on another host
 _RECORD = "record.json"
+_UNFINISHED = "writing"  # in an object store, in a backup that is written or removed
 _NAME = re.compile(r"step_(\d{12})")
 _FILES = re.compile(rf"({PREFIX}|{TABLES})\.(index|data-\d{{5}}-of-\d{{5}})")
 # Of Python, for content that `BackupStore` never writes; a deep record is a RecursionError.
@@ -140,6 +142,7 @@ class BackupStore:
         storage.check_name(self.path)
         self._local = disk.is_local(self.path)
         self._damaged: set[int] = set()  # steps of damaged backups
+        self._holds_lock: Callable[[], bool] = lambda: True
 
     # ------------------------------------------------------------ one run at a time
 
@@ -164,7 +167,8 @@ class BackupStore:
         # A host that was cut off ends its tasks by itself, a few seconds after the others notice.
         patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
         try:
-            stack.enter_context(disk.file_lock(path, patience_s, fence.owner()))
+            lock = disk.file_lock(path, patience_s, fence.owner())
+            self._holds_lock = stack.enter_context(lock)
         except BlockingIOError:
             if fence.precedes(disk.holder_of(path)):
                 # A task whose supervisor hangs, or a machine that a file server still waits for.
@@ -235,16 +239,18 @@ class BackupStore:
             else:
                 files.save_tensors(prefix, tensors)
             _write_record(directory, step, layout, changed, record)
+            if not self._holds_lock():
+                raise OSError("another run has taken the lock, as this process was stopped")
 
         if self._local:
             named = None if shared is None else shared.directory
             with storage.atomic_directory(final, named) as temporary:
                 write(temporary)
         else:
-            # Without an atomic rename, a record that is written last marks a complete backup.
-            with contextlib.suppress(tf.errors.NotFoundError):
-                storage.remove(final)
+            self._damaged.add(step)  # until it is complete
+            _empty(final)
             write(final)
+            tf.io.gfile.remove(os.path.join(final, _UNFINISHED))
         self._damaged.discard(step)
         self._prune(step)
         return final
@@ -261,7 +267,7 @@ class BackupStore:
             # Higher steps belong to an abandoned run: the last write is valid.
             if step not in kept:
                 with contextlib.suppress(OSError, tf.errors.OpError):
-                    storage.remove(self.path_of(step))
+                    self._remove(step)
 
     def _file_of_tables(self, step: int) -> int | None:
         """The file of a backup's tables, the same for all links to it; None without tables."""
@@ -273,9 +279,20 @@ class BackupStore:
     def clear(self) -> None:
         """Removes all backups."""
         for step in self.steps():
-            storage.remove(self.path_of(step))
+            self._remove(step)
         with contextlib.suppress(OSError, tf.errors.OpError):
             tf.io.gfile.rmtree(os.path.join(self.path, record_index.DIRECTORY))
+
+    def _remove(self, step: int) -> None:
+        """Removes a backup. An interruption leaves a leftover that the next run recognizes."""
+        path = self.path_of(step)
+        if self._local:
+            leftover = storage.name_beside(path)
+            os.rename(path, leftover)
+            path = leftover
+        else:
+            _empty(path)
+        storage.remove(path)
 
     # ------------------------------------------------------------ reading
 
@@ -325,7 +342,7 @@ class BackupStore:
         """The backup of one step.
 
         Raises:
-            Incomplete, Damaged: it has no record, or its content has changed.
+            Incomplete, Damaged: its writing was interrupted, or its content has changed.
             UsageError: it has a format that this version does not read.
         """
         path = self.path_of(step)
@@ -333,8 +350,11 @@ class BackupStore:
         try:
             if self._local:
                 _refuse_all_but_files(path)
+            names = [] if self._local else tf.io.gfile.listdir(path)  # before the record's
             if not tf.io.gfile.exists(target):
-                raise Incomplete(f"backup {path} is incomplete: it has no {_RECORD}")
+                if not self._local and (_UNFINISHED in names or not names):
+                    raise Incomplete(f"backup {path} is incomplete: its writing was interrupted")
+                raise ValueError(f"it has no {_RECORD}")
             if tf.io.gfile.stat(target).length > _LARGEST_RECORD:
                 raise ValueError(f"{_RECORD} is too large to be one")
             with tf.io.gfile.GFile(target, "r") as f:
@@ -420,6 +440,16 @@ def _write_record(
     sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
     with tf.io.gfile.GFile(os.path.join(directory, _RECORD), "w") as file:
         file.write(sealed)
+
+
+def _empty(path: str) -> None:
+    """Makes a backup in an object store unfinished, then removes its files."""
+    tf.io.gfile.makedirs(path)
+    with tf.io.gfile.GFile(os.path.join(path, _UNFINISHED), "w") as file:
+        file.write(_UNFINISHED)
+    for name in tf.io.gfile.listdir(path):
+        if name != _UNFINISHED:
+            storage.remove(os.path.join(path, name))
 
 
 def _format(layout: files.Layout | None) -> int:

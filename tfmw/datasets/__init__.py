@@ -25,6 +25,8 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
+from tfmw.runtime import disk
+
 __all__ = ["default_data_dir", "load", "one_process_at_a_time", "prepared"]
 
 # Datasets that ship with tfmw: their names, and the modules that register them.
@@ -87,7 +89,12 @@ def one_process_at_a_time(data_dir: str | os.PathLike[str]) -> Iterator[None]:
     lock = Path(path + ".lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError as e:
+            if e.errno not in disk.NO_LOCKS:
+                raise
+            # TFDS renames a complete directory: processes without the lock do the work twice.
         yield
 
 
