@@ -53,6 +53,11 @@ def first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
+def printable(text: str) -> str:
+    r"""A text that UTF-8 can encode: names of files may have bytes that are not, as "\udce9"."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def is_whole(value: Any, least: float = float("-inf")) -> bool:
     """Whether an argument is an int of at least `least`, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -156,7 +156,7 @@ def fit(
     if seed is not None:
         keras.utils.set_random_seed(seed)
         tf.config.experimental.enable_op_determinism()
-    with errors_reported():
+    with errors_reported(strategy):
         context = FitContext.of(model, strategy, "fit")
         arguments = arguments.split()
         if membership.is_evaluator():
@@ -422,7 +422,7 @@ def _one_pass(
     split_batch: bool = True,
 ) -> Any:
     """The result of `run(driver, group, batches, callback_list)` for `evaluate` or `predict`."""
-    with errors_reported():
+    with errors_reported(strategy):
         context = FitContext.of(model, strategy, method)
         source = data.Source(*examples, batch_size, steps, split=split_batch)
         batches = EpochIterator(source, context.group, context.sharding, steps, "steps")

@@ -97,7 +97,7 @@ def predict_on_batch(model: Any, x: Any) -> Any:
     Returns:
         As `keras.Model.predict_on_batch`.
     """
-    with errors_reported():
+    with errors_reported("default"):
         return model.predict_on_batch(x)
 
 
@@ -108,7 +108,7 @@ def _parts(model: Any, strategy: Any) -> list[Any]:
 
 
 def _logs(model: Any, kind: str, batch: Any, return_dict: bool, strategy: Any) -> Any:
-    with errors_reported():
+    with errors_reported(strategy):
         logs = _driver_of(model, kind, batch, strategy).step(kind, batch)
         logs = python_logs(logs)
         return logs if return_dict else flatten_metrics(model, logs)

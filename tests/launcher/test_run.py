@@ -249,6 +249,12 @@ class TestFailure:
         result = run("worker 0=echo", "worker 1=kill_last")
         assert "worker 1 failed first" in last_line(result)
 
+    def test_a_task_that_caught_its_error(self, run):
+        result = run("worker 0=echo_last", "worker 1=catch")
+        assert last_line(result).endswith(
+            "ValueError: bad batch (caught by the program, which ended with status 0)"
+        )
+
     def test_a_killed_task(self, run):
         result = run("worker 0=wait", "worker 1=kill")
         assert result.status == 1
@@ -590,6 +596,12 @@ class TestRecords:
         ):
             record_error(RuntimeError(message))
             assert json.loads(path.read_text())["secondary"] is secondary
+
+    def test_the_name_of_a_file_that_is_not_utf_8(self, path):
+        record_error(UsageError(f"cannot read {os.fsdecode(b'caf' + bytes([0xE9]))}"))
+        record = json.loads(path.read_text())
+        assert record["message"] == r"cannot read caf\udce9"
+        assert record["traceback"].encode().endswith(rb"cannot read caf\udce9" + b"\n")
 
     def test_missing_folder_is_reported_without_an_error(self, path, monkeypatch, capsys):
         monkeypatch.setenv("TFMW_ERROR_FILE", str(path.parent / "gone" / "error.json"))

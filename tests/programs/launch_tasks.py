@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from tests.programs import _result
 from tfmw.errors import UsageError
+from tfmw.runtime.recorded_errors import record_error
 
 PAUSE = [sys.executable, "-c", "import signal; signal.pause()"]
 CHILD = [sys.executable, "-c", "import signal; print('child', flush=True); signal.pause()"]
@@ -99,6 +100,11 @@ def usage_too() -> None:
     """The same, once worker 1 has failed with it."""
     await_error_of("worker_1")
     usage()
+
+
+def catch() -> None:
+    """Its error ends the other task, and not this one."""
+    record_error(ValueError("bad batch"))
 
 
 def leave_3() -> None:

@@ -365,9 +365,12 @@ class Backups:
         """Ends the process with the status that requests another run. Raises Preempted."""
         self.wait()
         self._leaving = True
-        membership.mark_failed()
         where = f"in {self.path}" if self._lost is None else f"lost ({self._lost})"
-        raise Preempted(f"received a signal to exit: stopped after step {step}, which is {where}")
+        preempted = Preempted(
+            f"received a signal to exit: stopped after step {step}, which is {where}"
+        )
+        membership.mark_failed(preempted)
+        raise preempted
 
     def refuse_nan(self, logs: Mapping[str, Any], epoch: int, step: int) -> None:
         """Raises TfmwError if the loss is not finite: further backups would be useless."""

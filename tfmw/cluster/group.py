@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +41,10 @@ _UNUSED_GROUP = 2**31 - 2  # strategies number their groups from 1
 
 _WAIT_S = 3600.0  # a chief may be busy; the coordination service reports a dead one
 
-_calls = itertools.count()  # of this process; equal on all tasks, as they make the same calls
+_ALIKE_S = 5.0  # in which all tasks raise an error that they raise alike
+
+_calls = 0  # of this process; equal on all tasks, as they make the same calls
+_errors = itertools.count()  # numbers the errors that tasks compare
 
 
 class Group:
@@ -82,12 +86,49 @@ class Group:
 
     def _next_key(self) -> str:
         """The key of this call; equal on all tasks."""
-        directory, call = divmod(next(_calls), _CALLS_PER_DIRECTORY)
+        global _calls
+        directory, call = divmod(_calls, _CALLS_PER_DIRECTORY)
+        _calls += 1
         if call == 0 and directory > 0:
             self._exchange(f"tfmw/{directory}/begin", None)
             if self.is_chief:
                 runtime.coordination_delete(f"tfmw/{directory - 1}")
         return f"tfmw/{directory}/{call}"
+
+    def raised_alike(self, error: BaseException, position: Any) -> bool:
+        """Whether all tasks have raised this kind of error at one point, and can go on together.
+
+        Their calls may differ from now on only if the answer is False. It is the same on all tasks
+        that ask: whoever has waited too long answers for all.
+
+        Args:
+            position: JSON, equal on tasks that have made the same exchanges.
+        """
+        if self.size == 1:
+            return True
+        key = f"tfmw/raised/{next(_errors)}"
+        own = [type(error).__name__, _calls, leaving.calls(), position]
+
+        def answer(alike: bool) -> bool:
+            with contextlib.suppress(tf.errors.AlreadyExistsError):
+                runtime.coordination_set(f"{key}/alike", json.dumps(alike))
+            return bool(json.loads(runtime.coordination_get(f"{key}/alike", _RESPONSE_S)))
+
+        try:
+            runtime.coordination_set(f"{key}/{self.rank}", json.dumps(own))
+            with contextlib.suppress(tf.errors.DeadlineExceededError):
+                if not self.is_chief:
+                    return bool(json.loads(runtime.coordination_get(f"{key}/alike", _ALIKE_S)))
+                deadline = time.monotonic() + _ALIKE_S
+                for rank in range(1, self.size):
+                    left_s = deadline - time.monotonic()
+                    found = json.loads(runtime.coordination_get(f"{key}/{rank}", left_s))
+                    if found != json.loads(json.dumps(own)):
+                        return answer(False)
+                return answer(True)
+            return answer(False)
+        except tf.errors.OpError:  # another task was lost, or has failed
+            return False
 
     def require_peer(self, rank: int) -> None:
         """Raises tf.errors.OpError if task `rank` does not respond, or was restarted."""

@@ -19,6 +19,7 @@ from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.errors import UsageError
 from tfmw.runtime.imports import quick_imports
+from tfmw.runtime.memory import usable_bytes
 from tfmw.runtime.versions import common_versions
 
 if TYPE_CHECKING:
@@ -123,10 +124,9 @@ def _reuse_freed_memory() -> None:
     """
     if "TF_CPU_ALLOCATOR_USE_BFC" in os.environ:
         return
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "true"
     # Its own limit is 64 GiB.
-    os.environ.setdefault("TF_CPU_BFC_MEM_LIMIT_IN_MB", str(machine >> 20))
+    os.environ.setdefault("TF_CPU_BFC_MEM_LIMIT_IN_MB", str(usable_bytes() >> 20))
 
 
 def _join_multi_worker(

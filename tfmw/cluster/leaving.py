@@ -72,6 +72,11 @@ def shared_call() -> Iterator[None]:
         _calls.since = None
 
 
+def calls() -> int:
+    """The number of shared calls that this process has completed."""
+    return _calls.completed
+
+
 def look() -> None:
     """Raises UsageError if the current shared call waits for a task that has ended."""
     if _calls.problem is not None:

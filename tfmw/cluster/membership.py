@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 from tfmw.cluster import addresses
 from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.servers import ControlServer, ServerSettings
+from tfmw.errors import TfmwError
+from tfmw.runtime.recorded_errors import ECHO, is_secondary
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -41,6 +43,9 @@ class JoinedCluster:
     settings: ServerSettings = dataclasses.field(default_factory=ServerSettings)
     # Called when this task fails, after it has reported its error to other tasks:
     at_failure: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    # Each returns JSON that is equal on tasks which have made the same exchanges, and None once no
+    # further exchange is possible:
+    positions: list[Callable[[], Any]] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
     def coordinator(self) -> Any:
@@ -120,13 +125,30 @@ def expects_evaluator() -> bool:
 # ---- how it ends -------------------------------------------------------------------------------
 
 _at_success: list[Callable[[], None]] = []
-_failed = False
+_failed = ""  # the error with which this process, or its cluster, has failed; "" before one
 
 
-def mark_failed() -> None:
+def mark_failed(error: BaseException) -> None:
     """Marks this process as failed, whatever its exit status."""
     global _failed
-    _failed = True
+    _, echo, message = str(error).partition(ECHO)
+    line = (echo + message or str(error)).partition("\n")[0]
+    _failed = _failed or f"{type(error).__name__}: {line}"
+
+
+def has_failed() -> bool:
+    """Whether this process, or its cluster, has failed."""
+    return bool(_failed)
+
+
+def require_usable() -> None:
+    """Raises TfmwError if the cluster of this process has ended with an earlier error."""
+    if _failed and _joined is not None:
+        raise TfmwError(
+            "the cluster has ended, as an earlier call failed on one task and not on all alike "
+            f"({_failed}): start all tasks again, by hand or with tfmw run --max-restarts; with "
+            "backup_dir they resume the training."
+        )
 
 
 def on_success(callback: Callable[[], None]) -> None:
@@ -183,7 +205,7 @@ def end_together(cluster: Cluster) -> None:
 def report_failure(error: BaseException) -> None:
     """Reports to every task of the cluster that this one fails with `error`; once per process."""
     already = _failed
-    mark_failed()
+    mark_failed(error)
     if _joined is None or already:
         return
     try:
@@ -198,9 +220,8 @@ def _report(joined: JoinedCluster, error: BaseException) -> None:
 
     from tfmw.keras_compat import runtime
 
-    lost = tf.errors.UnavailableError, tf.errors.AbortedError
-    if isinstance(error, (*lost, tf.errors.CancelledError, tf.errors.DeadlineExceededError)):
-        return  # it only reports the loss of another task
+    if is_secondary(error):
+        return
     if joined.control is not None:
         joined.control.finish(f"{type(error).__name__}: {error}")
         return

@@ -13,6 +13,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
 
+from tfmw.errors import printable
+
 
 def runtime_started() -> bool:
     """Whether TensorFlow has initialized its devices; then it cannot join a cluster."""
@@ -58,6 +60,15 @@ _LOOK_S = 1.0
 _PROBE_EVERY = 5  # looks
 
 _RESPONSE_S = 10.0
+
+
+def collectives_traced(strategy: tf.distribute.Strategy) -> list[int]:
+    """Numbers of the next collectives of a strategy that spans processes.
+
+    TensorFlow numbers collectives as it traces them. Tasks with other numbers wait for ever.
+    """
+    tables = strategy.extended._collective_keys._instance_key_table.values()
+    return [number for table in tables for number in table.values()]
 
 
 def coordination_set(key: str, value: str) -> None:
@@ -119,7 +130,7 @@ def coordination_barrier(name: str, timeout_s: float) -> None:
 
 def coordination_report_error(message: str) -> None:
     """Fails every task of the cluster with `message`, in a fraction of a second."""
-    _context.context().report_error_to_cluster(tf.errors.INTERNAL, message)
+    _context.context().report_error_to_cluster(tf.errors.INTERNAL, printable(message))
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [

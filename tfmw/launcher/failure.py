@@ -139,6 +139,8 @@ class Diagnosis:
         status = task.status if task.ended <= self.ended_at else None
         kills = kernel_kills() - self.kernel_kills_before
         how = "" if status is None else describe_status(status, kills)
+        if status == 0:
+            how = "caught by the program, which ended with status 0"
         error, how, detail = _described(record, how, task.log)
         return Failure(
             task=task.name,

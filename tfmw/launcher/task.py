@@ -122,6 +122,8 @@ def main(argv: list[str]) -> int:
         raise
     except UsageError as error:
         record_error(error, fatal=True)
+        if joining := sys.modules.get("tfmw.cluster.membership"):  # this process may have joined
+            joining.report_failure(error)
         if ERROR_FILE not in os.environ:  # else the launcher prints it, once for all tasks
             print(f"tfmw: {error}", file=sys.stderr)
         return error.status

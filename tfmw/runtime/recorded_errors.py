@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Iterator
 
-from tfmw.errors import UsageError
+from tfmw.errors import UsageError, printable
 
 ERROR_FILE = "TFMW_ERROR_FILE"
 """Variable with the path of a task's file: <attempt>/<task>/error.json."""
@@ -54,9 +54,9 @@ def record_error(error: BaseException, *, fatal: bool = False) -> None:
         "time": time.time(),
         "monotonic": since,
         "type": type(error).__name__,
-        "message": "\n".join([str(error), *getattr(error, "__notes__", ())]),
-        "traceback": "".join(traceback.format_exception(error)),
-        "secondary": type(chain[-1]).__name__ in SECONDARY or ECHO in str(chain[-1]),
+        "message": printable("\n".join([str(error), *getattr(error, "__notes__", ())])),
+        "traceback": printable("".join(traceback.format_exception(error))),
+        "secondary": is_secondary(error),
         "usage": isinstance(error, UsageError),
         "fatal": fatal,
     }
@@ -68,6 +68,19 @@ def record_error(error: BaseException, *, fatal: bool = False) -> None:
     except OSError as problem:
         # A failure to record the error must not hide the error itself.
         print(f"tfmw: could not write {path}: {problem}", file=sys.stderr)
+
+
+def forget_error() -> None:
+    """Removes the record of an error after which this task goes on."""
+    if path := os.environ.get(ERROR_FILE):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an error only reports the loss of another task, or the error of another task."""
+    *_, root = _chain(error)
+    return type(root).__name__ in SECONDARY or ECHO in str(root)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -17,9 +17,9 @@ from tfmw.callbacks.roles import OnOrdinaryModel, for_task
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.errors import UsageError
-from tfmw.keras_compat import models, placement
+from tfmw.keras_compat import models, placement, runtime
 from tfmw.runtime import tracing
-from tfmw.runtime.recorded_errors import record_error
+from tfmw.runtime.recorded_errors import forget_error, is_secondary, record_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,13 +142,48 @@ def _refuse_states_of_examples(model: keras.Model, strategy: tf.distribute.Strat
 
 
 @contextlib.contextmanager
-def errors_reported() -> Iterator[None]:
-    """Reports an error of this task to all tasks, which then fail with it at once."""
+def errors_reported(strategy: Any) -> Iterator[None]:
+    """Reports an error of this task to all tasks, which then fail with it at once.
+
+    An error that all tasks raise alike is not reported: their next call may succeed. Nor is one of
+    a call that concerns this task alone, until the process ends with it.
+
+    Args:
+        strategy: the argument of the call.
+    """
     try:
+        if not _is_alone(strategy):
+            membership.require_usable()
         yield
     except BaseException as e:
         tracing.stop()
         if not isinstance(e, KeyboardInterrupt | SystemExit | GeneratorExit):
             record_error(e)
-            membership.report_failure(e)
+            if _is_alone(strategy) or _goes_on(e):
+                forget_error()
+            else:
+                membership.report_failure(e)
         raise
+
+
+def _is_alone(strategy: Any) -> bool:
+    """Whether a call concerns this task only, by its argument `strategy`."""
+    joined = membership.joined()
+    if joined is None or not isinstance(strategy, tf.distribute.Strategy):
+        return joined is None or strategy in ("default", "mirrored")
+    return strategy is not joined.strategy
+
+
+def _goes_on(error: BaseException) -> bool:
+    """Whether the cluster can make another call after an error in a call of all tasks."""
+    joined = membership.joined()
+    assert joined is not None
+    if is_secondary(error) or membership.has_failed():
+        return False
+    if joined.control is not None:
+        return True  # the coordinator alone makes calls
+    position = [of_one() for of_one in joined.positions]
+    if None in position:
+        return False
+    traced = runtime.collectives_traced(joined.strategy)
+    return Group.of(joined.strategy).raised_alike(error, [*position, traced])

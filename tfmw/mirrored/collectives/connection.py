@@ -96,4 +96,5 @@ def _connect(joined: JoinedCluster) -> AllReduce | None:
             )
         return None
     joined.at_failure.append(connected.close)
+    joined.positions.append(lambda: None if connected.broken else connected.exchanges)
     return connected

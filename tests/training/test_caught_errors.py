@@ -1,0 +1,51 @@
+"""A program catches the error of a call, and makes further calls."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tfmw.errors import printable
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("collectives", ["auto", pytest.param("ring", marks=pytest.mark.thorough)])
+def test_the_cluster_is_usable_after_an_error_of_all_tasks(run_cluster, collectives, tmp_path):
+    run = run_cluster("caught_errors.py", collectives, "alike", str(tmp_path / "backups"))
+    for result in run:
+        assert result["caught"] == {
+            "compile": "UsageError",
+            "arguments": "ValueError",
+            "build": "ValueError",
+            "step": "InvalidArgumentError",
+            "callback": "LookupError",
+            "evaluate": "ValueError",
+            "batch": "ValueError",
+        }
+        assert result["then"] == dict.fromkeys([*result["caught"], "resumed"], result["first"])
+    assert os.listdir(tmp_path / "backups") == ["LOCK"]  # the run that resumed is complete
+
+
+@pytest.mark.multiprocess
+def test_after_an_error_of_one_task_the_next_call_says_so(run_cluster, tmp_path):
+    run = run_cluster("caught_errors.py", "auto", "apart", str(tmp_path / "backups"))
+    assert run[1]["caught"] == {"callback": "LookupError"}
+    for result in run:
+        sentence = result["then"]["callback"]
+        assert sentence.startswith("TfmwError: the cluster has ended, as an earlier call failed on")
+        assert "start all tasks again" in sentence
+        # The name of a file that is not UTF-8, in the error, travels and is printed.
+        assert r"LookupError: from a callback: caf\udce9" in printable(sentence)
+    assert len(os.listdir(tmp_path / "backups")) > 1  # a restart resumes from them
+
+
+@pytest.mark.multiprocess
+def test_parameter_servers_are_usable_after_an_error(run_cluster, tmp_path):
+    backups = str(tmp_path / "backups")
+    run = run_cluster("caught_errors.py", "auto", "servers", backups, workers=1, ps=1)
+    assert list(run.chief["caught"].values()) == ["UsageError", "ValueError", "LookupError"]
+    resumed = run.chief["then"].pop("resumed")
+    assert run.chief["then"] == dict.fromkeys(run.chief["caught"], run.chief["first"])
+    assert 0 < resumed[0] < run.chief["first"][0]  # the mean over the steps that were left
+    assert os.listdir(backups) == ["LOCK"]
