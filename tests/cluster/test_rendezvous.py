@@ -165,8 +165,18 @@ def port_of(address: str) -> int:
 def hello(task: str, addresses: list[str], **changed: Any) -> bytes:
     """A hello as it is on the wire."""
     tasks = {f"worker {i}": address for i, address in enumerate(addresses)}
-    message = {"tfmw": "rendezvous", "task": task, "tasks": tasks, "facts": FACTS, "details": {}}
+    message = {"tfmw": "rendezvous", "task": task, "tasks": tasks, "facts": FACTS}
+    message |= {"details": {}, "run": ""}
     return json.dumps({**message, **changed}).encode() + b"\n"
+
+
+def connected(address: str, chief: subprocess.Popen[str]) -> socket.socket:
+    """A connection to the chief, as soon as it listens."""
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port_of(address)), timeout=10)
+        except ConnectionRefusedError:
+            assert chief.poll() is None
 
 
 def test_other_connections_to_the_chiefs_port_are_ignored(addresses):
@@ -185,15 +195,23 @@ def test_other_connections_to_the_chiefs_port_are_ignored(addresses):
     ]
     with task(0, two) as chief:
         for line in lines:
-            while True:
-                try:
-                    stranger = socket.create_connection(("127.0.0.1", port_of(two[0])), timeout=10)
-                    break
-                except ConnectionRefusedError:
-                    assert chief.poll() is None
-            with stranger:
+            with connected(two[0], chief) as stranger:
                 stranger.sendall(line)
                 assert stranger.recv(1) == b"", line  # hung up on
+        (other,) = meet((config(1, two), FACTS))
+        assert other["error"] == ""
+        assert result(chief)["error"] == ""
+
+
+def test_forged_hellos_do_not_end_a_start(addresses, monkeypatch):
+    """Hellos with facts that differ would end it for all tasks, if strangers could send them."""
+    monkeypatch.setenv("TFMW_TOKEN", "secret of this training")
+    two = addresses[:2]
+    with task(0, two) as chief:
+        for forged in (hello("worker 1", two, facts={"tensorflow": "1.0"}), hello("worker 0", two)):
+            with connected(two[0], chief) as stranger:
+                stranger.sendall(forged)
+                assert b"problem" not in stranger.recv(1 << 16)
         (other,) = meet((config(1, two), FACTS))
         assert other["error"] == ""
         assert result(chief)["error"] == ""

@@ -23,7 +23,6 @@ from tfmw.cluster.servers import SILENCE_S, ControlServer, wait_for_end
 from tfmw.parameter_server.ps_training import ParameterServerTraining
 from tfmw.parameter_server.variables import refuse_unsupported
 from tfmw.parameter_server.worker_data import for_workers
-from tfmw.runtime import sockets
 from tfmw.training.arguments import FitArguments
 from tfmw.training.fit_context import FitContext
 from tfmw.training.pace import FunctionPace
@@ -68,7 +67,7 @@ def servers(addresses, facts=FACTS, **options):
 
 def end_process(control):
     """Closes all connections of a coordinator, as the end of its process would."""
-    sockets.stop(control._listener)
+    control._server.close()
     with control._changed:
         control._is_over = True
         channels = list(control._servers.values())

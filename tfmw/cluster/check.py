@@ -135,7 +135,7 @@ def _check_cluster(
     peers = _Peers(cluster, findings)
     with contextlib.ExitStack() as stack, sockets.listen() as any_port:
         try:
-            stack.callback(sockets.stop, serve_hellos(address, _PROTOCOL, peers.greet))
+            stack.callback(serve_hellos(address, _PROTOCOL, peers.greet).close)
             findings.ok(f"port {addresses.split(address)[1]} of this task is free")
         except ClusterError as error:
             findings.failed(str(error).rstrip("."))

@@ -4,7 +4,7 @@
     local = TaskDescription("rendezvous", "worker 1", tasks, {"keras": "3.15.1"})
 
     def greet(remote: TaskDescription, channel: Channel) -> None: ...      # in a thread for each
-    listener = serve_hellos("h0:2222", "rendezvous", greet)
+    server = serve_hellos("h0:2222", "rendezvous", greet)
 
     with Channel.connect("h0:2222", timeout_s=5) as channel:
         channel.send(local.message())
@@ -12,9 +12,11 @@
 
     list(differences(local, remote))   # a sentence for each; none if the tasks agree
 
-`rendezvous`, `servers` and `check` use it. Connections from other programs (port scanners, web
-browsers, another service because of a wrong port) are closed and have no effect.
-Standard library only.
+`rendezvous`, `servers` and `check` use it. With TFMW_TOKEN in the environment both sides of each
+connection first prove that they know it (`wire.prove`): nobody else can send a hello. Without it
+connections from other programs (port scanners, web browsers, another service because of a wrong
+port) are closed and have no effect, but a forged hello is taken for a task's. A task of another run
+or attempt that still runs cannot join. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfmw.cluster import addresses
+from tfmw.cluster import addresses, wire
 from tfmw.errors import ClusterError, TfmwError
-from tfmw.runtime import sockets
+from tfmw.runtime.fence import ATTEMPT
+from tfmw.trackers import RUN_ID
 
 logger = logging.getLogger("tfmw")
 
@@ -41,6 +45,21 @@ _NOTICE_S = 3.0  # a task that waits longer logs what it waits for
 _CONNECT_S = 5.0
 _RETRY_S = 0.05
 _LATE_S = 5.0  # the chief may have been started later than a task that waits for its response
+
+
+TOKEN = "TFMW_TOKEN"
+"""Variable with a secret of the training, the same for all tasks."""
+
+
+def token() -> bytes | None:
+    """The secret of the training; None without one."""
+    return os.environ.get(TOKEN, "").encode() or None
+
+
+def own_run() -> str:
+    """Identifies the attempt of the run that this process is of; "" where no launcher did."""
+    run = os.environ.get(RUN_ID, "")
+    return run and f"{run}, attempt {os.environ.get(ATTEMPT) or 0}"
 
 
 class NotATask(OSError):
@@ -61,6 +80,7 @@ class TaskDescription:
         str, Any
     ]  # name -> value that must be the same on every task (versions, options)
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values that may differ
+    run: str = dataclasses.field(default_factory=own_run)  # "": it joins tasks of any run
 
     def message(self) -> dict[str, Any]:
         """The hello as a JSON object."""
@@ -74,7 +94,7 @@ class TaskDescription:
         Raises:
             NotATask: it is not a hello of this protocol.
         """
-        types = {"task": str, "tasks": dict, "facts": dict, "details": dict}
+        types = {"task": str, "tasks": dict, "facts": dict, "details": dict, "run": str}
         fields = {name: message.get(name) for name in types}
         valid = all(isinstance(fields[name], kind) for name, kind in types.items())
         if message.get("tfmw") != protocol or not valid:
@@ -134,12 +154,16 @@ def notice_of_waiting(describe: Callable[[], str]) -> Iterator[None]:
         timer.cancel()
 
 
-def absence(missing: Mapping[str, str], chief: str, timeout_s: float) -> TfmwError:
+def absence(
+    missing: Mapping[str, str], chief: str, timeout_s: float, server: wire.Server
+) -> TfmwError:
     """The error of a chief to which some tasks, name -> address, have not connected."""
+    refused = server.refused
     return TfmwError(
         f"{listed(missing)} did not connect within {timeout_s:g} s: start "
         f"{'it' if len(missing) == 1 else 'them'}, or check that the chief's address {chief} can "
         "be reached from there."
+        + (f" {refused} connection(s) did not know this training's TFMW_TOKEN." if refused else "")
     )
 
 
@@ -203,8 +227,21 @@ class Channel:
 
     @classmethod
     def connect(cls, address: str, timeout_s: float) -> Channel:
-        """Raises OSError if no process listens at "host:port"."""
-        return cls(socket.create_connection(addresses.split(address), timeout=timeout_s))
+        """A connection to the process at "host:port", both of which know the token, if any.
+
+        Raises:
+            OSError: no process listens there, or it does not know the token.
+        """
+        peer = socket.create_connection(addresses.split(address), timeout=timeout_s)
+        if (key := token()) is not None:
+            try:
+                wire.prove(peer, key)
+            except TimeoutError:
+                raise wire.NotAMember(
+                    "the process there does not prove that it knows TFMW_TOKEN: set the same on "
+                    "every task, or on none"
+                ) from None
+        return cls(peer)
 
     def __enter__(self) -> Channel:
         return self
@@ -273,8 +310,8 @@ class Channel:
 
 
 def serve_hellos(
-    address: str, protocol: str, greet: Callable[[TaskDescription, Channel], None]
-) -> socket.socket:
+    address: str, protocol: str, greet: Callable[[TaskDescription, Channel], None], run: str = ""
+) -> wire.Server:
     """Listens on this task's address and calls a function for each peer that sends a hello.
 
     Args:
@@ -282,24 +319,35 @@ def serve_hellos(
         protocol: of the hellos; other connections are closed.
         greet: (a peer's hello, the channel to it); closes the channel. Runs in one thread for
             each connection.
-
-    Returns:
-        The listening socket, for `sockets.stop`.
+        run: of this task. Peers of another run are closed, unless one of both has none.
 
     Raises:
         ClusterError: the port is taken.
     """
 
-    def receive_hello(peer: socket.socket) -> None:
+    def receive_hello(peer: socket.socket) -> tuple[TaskDescription, Channel]:
         channel = Channel(peer)
         try:
             hello = TaskDescription.of(channel.receive(_HELLO_S), protocol)
+            if run and hello.run and hello.run != run:
+                logger.warning(
+                    "%s at %s is of another run (%s), and cannot join this one (%s): end it",
+                    hello.task,
+                    channel.peer_host(),
+                    hello.run,
+                    run,
+                )
+                raise NotATask
         except OSError as error:
             logger.debug("a connection to the port of this task was closed: %s", error)
             channel.close()
-            return
-        greet(hello, channel)
+            raise
+        return hello, channel
 
-    listener = addresses.listen(address)
-    sockets.serve(listener, receive_hello, f"tfmw-{protocol}")
-    return listener
+    return wire.Server(
+        addresses.listen(address),
+        token(),
+        lambda peer: greet(*peer),
+        f"tfmw-{protocol}",
+        receive_hello,
+    )

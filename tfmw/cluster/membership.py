@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfmw.cluster import addresses
 from tfmw.cluster.cluster import Cluster
+from tfmw.cluster.handshake import token
 from tfmw.cluster.servers import ControlServer, ServerSettings
 from tfmw.errors import TfmwError
 from tfmw.runtime.recorded_errors import ECHO, is_secondary
@@ -60,18 +61,14 @@ class JoinedCluster:
         return [addresses.split(a)[0] for a in self.cluster.tasks("chief", "worker").values()]
 
 
-TOKEN = "TFMW_TOKEN"
-"""Variable with a secret of the training, the same for all tasks."""
-
-
 def training_key(from_chief: Callable[[Callable[[], str]], str]) -> bytes:
-    """The key of connections between workers: of `TOKEN`, or else one that the chief draws.
+    """The key of connections between workers: the token, or else one that the chief draws.
 
     Args:
         from_chief: calls a function on the chief, and returns its result on every worker.
     """
     drawn = from_chief(lambda: secrets.token_hex(32))
-    return (os.environ.get(TOKEN) or drawn).encode()
+    return token() or drawn.encode()
 
 
 _joined: JoinedCluster | None = None

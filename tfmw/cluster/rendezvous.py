@@ -28,7 +28,6 @@ from tfmw.cluster.handshake import (
     serve_hellos,
 )
 from tfmw.errors import ClusterError, TfmwError
-from tfmw.runtime import sockets
 
 _PROTOCOL = "rendezvous"
 _STRAGGLER_S = 10.0  # tasks that are started together connect within this time of each other
@@ -64,8 +63,8 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
     except TimeoutError as problem:
         raise TfmwError(
             f"{hello.task} could not reach the chief at {chief} within {timeout_s:g} s "
-            f"({problem}): is that task started, is its address right, and is its port open to "
-            "this machine?"
+            f"({problem}): is that task started, with the same TFMW_TOKEN or none, is its address "
+            "right, and is its port open to this machine?"
         ) from None
 
 
@@ -111,15 +110,15 @@ def _gather(hello: TaskDescription, timeout_s: float) -> None:
                 if problem is not None and (len(peers) >= len(hello.tasks) - 1 or left_s <= 0):
                     return ClusterError(problem)
                 if left_s <= 0:
-                    return absence(missing(), address, timeout_s)
+                    return absence(missing(), address, timeout_s, server)
                 changed.wait(min(left_s, _POLL_S))
 
-    listener = serve_hellos(address, _PROTOCOL, greet)
+    server = serve_hellos(address, _PROTOCOL, greet, hello.run)
     try:
         with notice_of_waiting(lambda: f"{hello.task} waits for {listed(missing())}"):
             error = wait()
     finally:
-        sockets.stop(listener)
+        server.close()
     response = {"problem": None if error is None else str(error), "kind": type(error).__name__}
     with changed:
         channels = [channel for _, channel, _ in peers]

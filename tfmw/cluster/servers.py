@@ -202,7 +202,7 @@ class ControlServer:
         self._problem: str | None = None
         self._is_over = False
         try:
-            self._listener = serve_hellos(cluster.chief[0], _PROTOCOL, self._greet)
+            self._server = serve_hellos(cluster.chief[0], _PROTOCOL, self._greet, self._hello.run)
         except ClusterError:
             if _is_coordinated(self._hello):
                 raise AlreadyCoordinated(
@@ -233,7 +233,7 @@ class ControlServer:
         if problem is not None:
             raise ClusterError(problem)
         if absent:
-            raise absence(absent, self._cluster.chief[0], timeout_s)
+            raise absence(absent, self._cluster.chief[0], timeout_s, self._server)
 
     def finish(self, error: str | None = None) -> None:
         """Sends every server that the training is done, or the error that ended the coordinator."""
@@ -243,7 +243,7 @@ class ControlServer:
         for channel in servers:
             with contextlib.suppress(OSError):  # the connection stays open: servers outlive this
                 channel.send({"done": True} if error is None else {"failed": error})
-        sockets.stop(self._listener)
+        self._server.close()
 
     def _greet(self, hello: TaskDescription, channel: Channel) -> None:
         name, problem = hello.task, next(differences(self._hello, hello), None)
@@ -326,6 +326,8 @@ def wait_for_end(
         TfmwError: no coordinator responded in time.
     """
     hello, was_there = _hello(cluster, facts), False
+    if serve_again:
+        hello = dataclasses.replace(hello, run="")  # each training is a run
     name, address = hello.task, hello.tasks["chief"]
     waiting = f"{name} waits for the coordinator at {address}"
     if serve_again:

@@ -9,7 +9,7 @@
 
 A message is the length of its header (4 bytes), the header as JSON, and the arrays' bytes. The
 header lists their dtypes and shapes. Nothing is encrypted or signed, as on the ring: keep the
-network of a training private. NumPy only.
+network of a training private. Only messages need NumPy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from tfmw.cluster import addresses
 from tfmw.runtime import sockets
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CONNECT_S = 5.0
 HELLO_S = 2.0  # in which a new connection must have proven the key
@@ -66,6 +67,8 @@ class Connection:
         Raises:
             OSError: the other side is lost.
         """
+        import numpy as np
+
         described = [(array.dtype.str, array.shape) for array in arrays]
         header = json.dumps({**message, "arrays": described}).encode()
         with self._sending:
@@ -81,6 +84,8 @@ class Connection:
         Raises:
             OSError: the other side is lost.
         """
+        import numpy as np
+
         (length,) = _LENGTH.unpack(_read(self._peer, _LENGTH.size))
         if length > _LARGEST_HEADER:
             raise ConnectionError(f"a header of {length} bytes")
@@ -117,9 +122,11 @@ class Server:
 
     Args:
         listener: a listening socket, of any family.
-        key: of the training.
+        key: of the training; None if there is none, and nothing is proven.
         handle: closes the socket; raises OSError if the other side is lost.
         name: of the thread that accepts.
+        introduce: returns the argument of `handle`; until it does, the connection is a stranger.
+            It raises OSError for a connection that is to be closed.
 
     Attributes:
         refused: number of connections that did not know the key.
@@ -128,12 +135,14 @@ class Server:
     def __init__(
         self,
         listener: socket.socket,
-        key: bytes,
-        handle: Callable[[socket.socket], None],
+        key: bytes | None,
+        handle: Callable[[Any], None],
         name: str,
+        introduce: Callable[[socket.socket], Any] = lambda peer: peer,
     ):
         self.refused = 0
         self._listener, self._key, self._handle = listener, key, handle
+        self._introduce = introduce
         self._strangers: collections.deque[socket.socket] = collections.deque()  # the oldest first
         sockets.serve(listener, self._serve, name)
 
@@ -148,15 +157,17 @@ class Server:
                 if len(self._strangers) > _MOST_STRANGERS:
                     with contextlib.suppress(OSError, IndexError):  # its thread ends by that
                         self._strangers.popleft().shutdown(socket.SHUT_RDWR)
-                peer.settimeout(HELLO_S)
-                prove(peer, self._key, b"server", b"member")
+                if self._key is not None:
+                    peer.settimeout(HELLO_S)
+                    prove(peer, self._key, b"server", b"member")
+                introduced = self._introduce(peer)
             except NotAMember:
                 self.refused += 1
                 raise
             finally:
                 with contextlib.suppress(ValueError):
                     self._strangers.remove(peer)
-            self._handle(peer)
+            self._handle(introduced)
 
 
 def prove(
