@@ -36,7 +36,7 @@ def main() -> None:
     import tensorflow as tf
 
     import tfmw
-    from tfmw.checkpoint import resume
+    from tfmw.train.checkpoint import resume
 
     tfmw.init()
     switch = Switch(options.seconds, 2 * options.pairs, options.every + 5.0)

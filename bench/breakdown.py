@@ -75,7 +75,7 @@ class _Meter:
     @contextlib.contextmanager
     def of_ring(self) -> Iterator[None]:
         """Counts exchanges, their processor time and how long they wait for neighbours."""
-        from tfmw.mirrored.collectives.ring import Ring
+        from tfmw.train.mirrored.collectives.ring import Ring
 
         turn, wait = Ring._turn, Ring._wait
 
@@ -145,7 +145,7 @@ def _worker(setting: str, name: str, epochs: int) -> dict[str, dict[str, float]]
     import keras
 
     import tfmw
-    from tfmw.mirrored.collectives import reduction
+    from tfmw.train.mirrored.collectives import reduction
 
     workers, alone, options, left_out = SETTINGS[setting]
     work, rank = WORKS[name], int(os.environ["RANK"])

@@ -131,8 +131,8 @@ def ours(rows: int, **travel: Any) -> Measure:
 
     import tfmw
     from tfmw import data, strategies
-    from tfmw.keras_compat import models
-    from tfmw.parameter_server.coordinator import PsDriver
+    from tfmw.compat import models
+    from tfmw.train.parameter_server.coordinator import PsDriver
 
     strategy = tfmw.strategies.parameter_server(min_shard_bytes=rows * WIDTH, **travel)
     servers = strategies.servers_of(strategy)

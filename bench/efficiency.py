@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.forecast import MANY, Forecast, measure, payload
+from tfmw.cli.bench import EVERY
 from tfmw.launcher.run import launch
-from tfmw.tools.bench import EVERY
 
 NETWORKS = {0.1: 200e-6, 1: 100e-6, 10: 30e-6, 100: 10e-6}  # Gbit/s: seconds of one message
 ROUNDS_ON = (0.1, 1)  # Gbit/s

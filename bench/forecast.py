@@ -35,9 +35,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
 from unittest import mock
 
+from tfmw.cli import bench
+from tfmw.cli.bench import Cost
 from tfmw.launcher.run import launch
-from tfmw.tools import bench
-from tfmw.tools.bench import Cost
 
 MANY = (1, 2, 4, 8, 16, 64, 256, 1024)
 MEMORY = 4.8e9  # bytes per second of a sum between two workers of one machine, see bench/ring.py
@@ -215,8 +215,8 @@ def measure(target: str, steps: int) -> Forecast:
     import numpy as np
 
     from tfmw import strategies
-    from tfmw.mirrored.collectives import listener
-    from tfmw.mirrored.collectives.connection import ring_of
+    from tfmw.train.mirrored.collectives import listener
+    from tfmw.train.mirrored.collectives.connection import ring_of
 
     os.environ[listener.SHARED_MEMORY] = "0"  # the forecast is for workers on several machines
     cost = bench.measure(target, steps)[0]
@@ -248,7 +248,7 @@ def _latency(strategy: Any) -> float:
     """Seconds of one message of a ring: an all-reduce of one value takes 2 (N - 1) of them."""
     import tensorflow as tf
 
-    from tfmw.mirrored.collectives.reduction import Reduction
+    from tfmw.train.mirrored.collectives.reduction import Reduction
 
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:

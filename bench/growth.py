@@ -46,7 +46,7 @@ def child(began_at: float, megabytes: float, backups: str) -> None:
     import tensorflow as tf
 
     import tfmw
-    from tfmw.checkpoint import resume
+    from tfmw.train.checkpoint import resume
 
     cluster = tfmw.init()
     first_step: list[float] = []

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from tfmw.mirrored.collectives import hierarchy
-from tfmw.mirrored.collectives.all_reduce import AllReduce
-from tfmw.mirrored.collectives.ring import connect
+from tfmw.train.mirrored.collectives import hierarchy
+from tfmw.train.mirrored.collectives.all_reduce import AllReduce
+from tfmw.train.mirrored.collectives.ring import connect
 
 ROUNDS, SECONDS = 7, 0.5
 NAME, NETWORK = "tfmwmachine", "10.88.9"

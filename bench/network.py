@@ -29,7 +29,7 @@ from bench.forecast import measure as forecast_of
 from bench.machines import NAME, machines
 from bench.wire import Network
 from tfmw.launcher.environment import compute_with_onednn
-from tfmw.runtime.recorder import EXCHANGES_FILE, make_file
+from tfmw.observe.recorder import EXCHANGES_FILE, make_file
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 8  # of an epoch

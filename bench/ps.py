@@ -89,8 +89,8 @@ def network(library: Any) -> Any:
 def ours() -> Callable[[float], float]:
     """tfmw.fit's driver, as fit calls it: metrics, callbacks' logs and exact counts included."""
     from tfmw import data
-    from tfmw.keras_compat import models
-    from tfmw.parameter_server.coordinator import PsDriver
+    from tfmw.compat import models
+    from tfmw.train.parameter_server.coordinator import PsDriver
 
     model = network(keras)
     servers = strategies.servers_of(strategies.current_strategy())

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from tests.helpers.threads import Exchange, in_threads
-from tfmw.mirrored.collectives import ring
-from tfmw.runtime import recorder
+from tfmw.observe import recorder
+from tfmw.train.mirrored.collectives import ring
 
 ROUNDS, TURNS = {1000: 400, 1_000_000: 20}, 60
 

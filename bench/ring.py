@@ -2,8 +2,8 @@
 
     tfmw run --workers 2 bench/ring.py [--mb 11 64] [--pieces 512 1024 2048 4096 8192 0]
 
-Wall time and processor time of the chief, in ms: medians of five rounds of five all-reduces. This
-is where the sizes in tfmw/mirrored/collectives/transports.py come from. A worker has one core.
+Wall time and processor time of the chief, in ms: medians of five rounds of five all-reduces.
+The sizes in tfmw/train/mirrored/collectives/transports.py come from here. A worker has one core.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 import tfmw
-from tfmw.mirrored.collectives.reduction import Reduction
+from tfmw.train.mirrored.collectives.reduction import Reduction
 
 ROUNDS, TIMES = 5, 5
 SUM = tf.distribute.ReduceOp.SUM

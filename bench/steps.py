@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench.figures import Figure
 from bench.works import WORKS
-from tfmw.runtime.sockets import reserved_ports
+from tfmw.cluster.sockets import reserved_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 400

@@ -31,7 +31,7 @@ include_patterns = [
     "SECURITY.md",
     "docs/**.md",
     "notebooks/*.ipynb",
-    "tfmw/datasets/*/ATTRIBUTION.md",
+    "tfmw/data/datasets/*/ATTRIBUTION.md",
 ]
 exclude_patterns = [".*", "build", "tests", "bench", "recipes", "**/__pycache__"]
 
@@ -152,7 +152,7 @@ navigation = {
         "docs/contribute/engines",
         "docs/contribute/modules",
         "docs/contribute/dependencies",
-        "The digits <tfmw/datasets/digits/ATTRIBUTION>",
+        "The digits <tfmw/data/datasets/digits/ATTRIBUTION>",
     ],
 }
 

@@ -4,7 +4,7 @@
     tfmw run --workers 2 recipes/digits.py --export_dir=build/digits    # two
     python recipes/digits.py --worker_hosts=localhost:2222,localhost:2223 --task_index=0  # by hand
 
-The 1,797 images ship with tfmw (`tfmw.datasets.digits`); recipes/predict.py loads the export.
+The 1,797 images ship with tfmw (`tfmw.data.datasets.digits`); recipes/predict.py loads the export.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import pytest
 
 import tfmw as tfmw_package
 from tests.helpers.cluster import PROGRAMS, ROOT
-from tfmw import cli
-from tfmw.runtime import versions
-from tfmw.tools import reports
+from tfmw.cli import main as cli
+from tfmw.cli import reports
+from tfmw.cluster import versions
 
 PROGRAM = str(PROGRAMS / "launch_tasks.py")
 TWO = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}}
@@ -43,7 +43,7 @@ def test_version():
 def test_report_progress_in_a_custom_loop(tmp_path):
     """Without TensorFlow."""
     from tfmw.launcher.process import TaskFiles
-    from tfmw.runtime.progress import PROGRESS_FILE
+    from tfmw.observe.progress import PROGRESS_FILE
 
     task = TaskFiles("worker", 0, tmp_path)
     task.make()
@@ -162,7 +162,7 @@ def test_modules_of_tfmw_are_not_importable_by_short_names(tmp_path):
 def test_tasks_import_the_launchers_tfmw(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     (tmp_path / "script.py").write_text("import tfmw\nprint(tfmw.__file__)\n")
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tfmw import cli; cli.main()"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tfmw.cli.main import main; main()"
     command = [sys.executable, "-c", code, "run", "--workers", "1", "script.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert done.stdout == f"[worker 0] {ROOT / 'tfmw' / '__init__.py'}\n"

@@ -16,14 +16,13 @@ from tests.checkpoint.test_tensor_files import Run
 from tests.helpers.cluster import tfmw_command
 from tests.tables.test_row_files import looked_up, one_process, table_of  # noqa: F401
 from tfmw.callbacks import BackupAndRestore
-from tfmw.checkpoint import resume
-from tfmw.checkpoint.resume import Backups
-from tfmw.checkpoint.store import BackupStore, Damaged, verify
 from tfmw.cluster.group import Group
 from tfmw.errors import UsageError
-from tfmw.export import check_path, export
-from tfmw.export import verify as verify_export
 from tfmw.tables.row_files import RowFiles
+from tfmw.train.checkpoint import resume
+from tfmw.train.checkpoint.resume import Backups
+from tfmw.train.checkpoint.store import BackupStore, Damaged, verify
+from tfmw.train.saved_model import check_path, export, verify_export
 
 LOADABLE = [
     "a space",
@@ -76,7 +75,7 @@ def test_backups_that_servers_could_not_read_are_refused(tmp_path, monkeypatch, 
         backups = Backups(Group(0, 1), BackupAndRestore(tmp_path / name))
         backups.restore(model, 4)
         with monkeypatch.context() as patched:
-            patched.setattr("tfmw.checkpoint.resume.is_table", lambda variable: True)
+            patched.setattr("tfmw.train.checkpoint.resume.is_table", lambda variable: True)
             with pytest.raises(UsageError, match="on parameter servers takes for a pattern"):
                 backups.restore(model, 4)
         run = Run(tmp_path / name)

@@ -12,11 +12,11 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tfmw.checkpoint import resume
+from tfmw.compat import models
+from tfmw.compat.model_methods import guard_models
 from tfmw.errors import UsageError
-from tfmw.keras_compat import models
-from tfmw.keras_compat.model_methods import guard_models
-from tfmw.mirrored.sync_training import MirroredTraining
+from tfmw.train.checkpoint import resume
+from tfmw.train.mirrored.sync_training import MirroredTraining
 
 
 def compiled_model() -> keras.Model:
@@ -138,8 +138,8 @@ def test_importing_tfmw_imports_no_tensorflow() -> None:
 @pytest.mark.thorough
 def test_functions_keep_their_names_when_their_modules_are_imported() -> None:
     script = """
-import tfmw.fit, tfmw.export, tfmw.launcher.run
-from tfmw.fit import fit
+import tfmw.train.calls, tfmw.export, tfmw.launcher.run
+from tfmw.train.calls import fit
 assert tfmw.fit is fit and callable(tfmw.export) and callable(tfmw.launch)
 """
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)

@@ -2,6 +2,6 @@
 
 import sys
 
-from tfmw.cli import main
+from tfmw.cli.main import main
 
 sys.exit(main())

@@ -21,10 +21,10 @@ import tensorflow as tf
 
 import tfmw
 from tests.helpers.cluster import ROOT, examples_per_step, tfmw_command
-from tfmw.callbacks.progress_bar import Bar, Lines, Throughput, with_progress
 from tfmw.launcher.failure import tail
 from tfmw.launcher.output import Display, without_notices
-from tfmw.training import fit_context
+from tfmw.train import fit_context
+from tfmw.train.callbacks.progress_bar import Bar, Lines, Throughput, with_progress
 
 # What one process without a GPU writes with TensorFlow 2.21.0, and 2.18.1.
 NOTICES = """\

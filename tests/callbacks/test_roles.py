@@ -8,8 +8,8 @@ import keras
 import pytest
 
 from tests.helpers.cluster import ClusterRun, run_cluster
-from tfmw.callbacks import roles
 from tfmw.errors import UsageError
+from tfmw.train.callbacks import roles
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,7 +13,7 @@ import tfmw
 from tests.helpers import perfetto
 from tests.helpers.cluster import PROGRAMS, tfmw_command
 from tfmw.errors import UsageError
-from tfmw.runtime import tracing
+from tfmw.observe import tracing
 
 Event = dict[str, Any]
 

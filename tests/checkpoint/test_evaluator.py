@@ -23,10 +23,10 @@ import tfmw
 from tests.helpers.by_hand import ByHand, free_ports
 from tests.helpers.cluster import run_cluster
 from tfmw import UsageError
-from tfmw.checkpoint import evaluator
-from tfmw.checkpoint.store import BackupStore
 from tfmw.cluster import membership
-from tfmw.export import verify
+from tfmw.train.checkpoint import evaluator
+from tfmw.train.checkpoint.store import BackupStore
+from tfmw.train.saved_model import verify_export as verify
 
 pytestmark = pytest.mark.multiprocess
 EPOCHS, STEPS = 3, 20

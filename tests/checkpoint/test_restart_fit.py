@@ -18,7 +18,7 @@ import pytest
 
 from tests.helpers.cluster import PROGRAMS, tfmw_command
 from tfmw.errors import PREEMPTED
-from tfmw.export import verify
+from tfmw.train.saved_model import verify_export as verify
 
 pytestmark = pytest.mark.multiprocess
 

@@ -18,8 +18,8 @@ import pytest
 
 from tests.helpers.cases import cases, chosen
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster, tfmw_command
-from tfmw.checkpoint.store import BackupStore, verify
 from tfmw.errors import PREEMPTED
+from tfmw.train.checkpoint.store import BackupStore, verify
 
 pytestmark = pytest.mark.multiprocess
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw import storage
-from tfmw.checkpoint.store import BackupStore, verify
-from tfmw.checkpoint.tensor_files import SharedWrite
+from tfmw.storage import directories
 from tfmw.tables.files import TensorSlice, slice_spec
+from tfmw.train.checkpoint.store import BackupStore, verify
+from tfmw.train.checkpoint.tensor_files import SharedWrite
 
 SLOT: np.ndarray = np.arange(11, dtype="f")
 WEIGHTS: np.ndarray = np.arange(6, dtype="f").reshape(2, 3)
@@ -63,7 +63,7 @@ class Two:
             self.store.write(1, {"w": WEIGHTS}, {"n": 1})
 
     def begin(self) -> tuple[SharedWrite, SharedWrite]:
-        directory = storage.name_beside(self.store.path_of(2))
+        directory = directories.name_beside(self.store.path_of(2))
         Path(directory).mkdir()
         chief, worker = (SharedWrite(Task(rank, self.posts), directory) for rank in (0, 1))  # type: ignore[arg-type]
         chief.pieces, worker.pieces = pieces(0, 4), pieces(4, 11)

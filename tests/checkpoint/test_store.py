@@ -32,14 +32,14 @@ import tfmw
 from tests.helpers.backup_points import failing, lacking, watched
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tests.helpers.records import reseal
-from tfmw.checkpoint import compatibility, resume, state
-from tfmw.checkpoint.schedule import BackgroundWriter, Schedule
-from tfmw.checkpoint.store import BackupStore, verify
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
+from tfmw.compat import models
 from tfmw.errors import TfmwError, UsageError
-from tfmw.keras_compat import models
-from tfmw.runtime import disk
+from tfmw.storage import disk
+from tfmw.train.checkpoint import compatibility, resume, state
+from tfmw.train.checkpoint.schedule import BackgroundWriter, Schedule
+from tfmw.train.checkpoint.store import BackupStore, verify
 
 ENVIRON = {**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "2"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfmw.checkpoint.store import BackupStore, verify
+from tfmw.train.checkpoint.store import BackupStore, verify
 
 STORED = Path(__file__).with_name("stored")
 WITH_TABLES = ("1-with-tables", "2-with-tables")

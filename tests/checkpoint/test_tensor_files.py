@@ -18,9 +18,9 @@ import pytest
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tests.helpers.local_tables import LocalTables
 from tests.helpers.records import reseal
-from tfmw.checkpoint.store import Backup, BackupStore, Damaged, verify
-from tfmw.checkpoint.tensor_files import FULL_EVERY, TableBackups
 from tfmw.errors import TfmwError, UsageError
+from tfmw.train.checkpoint.store import Backup, BackupStore, Damaged, verify
+from tfmw.train.checkpoint.tensor_files import FULL_EVERY, TableBackups
 
 WEIGHTS: np.ndarray = np.ones(3, np.float32)
 ENVIRON = {**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "2"}

@@ -12,10 +12,10 @@ import pytest
 
 import tfmw
 from tfmw.callbacks import BackupAndRestore
-from tfmw.checkpoint.resume import Backups
-from tfmw.checkpoint.schedule import BackgroundWriter
-from tfmw.checkpoint.store import BackupStore
 from tfmw.cluster.group import Group
+from tfmw.train.checkpoint.resume import Backups
+from tfmw.train.checkpoint.schedule import BackgroundWriter
+from tfmw.train.checkpoint.store import BackupStore
 
 
 class EveryBatch(keras.callbacks.Callback):

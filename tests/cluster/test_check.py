@@ -25,7 +25,7 @@ from tests.helpers.cluster import ROOT
 PRETEND = """
 import os, time
 from importlib import metadata
-from tfmw.runtime import versions
+from tfmw.cluster import versions
 
 versions.ask_tensorflow = lambda: ("tensorflow", os.environ.get("PRETEND_GPUS", "none"))
 clock, version = time.time, metadata.version

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tfmw.keras_compat import datasets
+from tfmw.compat import datasets
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-import tfmw.datasets.digits
+import tfmw.data.datasets.digits
 from tests.helpers.backup_points import lacking
 from tfmw import datasets
 
-FILE = Path(tfmw.datasets.digits.__file__).with_name("digits.csv.gz")
+FILE = Path(tfmw.data.datasets.digits.__file__).with_name("digits.csv.gz")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def refuse(event, args):
         raise RuntimeError(f"{event} {args}")
 sys.addaudithook(refuse)
 import tensorflow_datasets as tfds
-import tfmw.datasets.digits
+import tfmw.data.datasets.digits
 print("ready", flush=True)
 sys.stdin.readline()
 read = tfds.load("tfmw_digits", split="train")
@@ -187,4 +187,4 @@ def test_attribution_and_licence_ship_with_the_data():
     text = FILE.with_name("ATTRIBUTION.md").read_text()
     for needed in ("Alpaydin", "Kaynak", "10.24432/C50P49", "CC BY 4.0"):
         assert needed in text
-        assert needed in str(tfmw.datasets.digits.TfmwDigits.__doc__)
+        assert needed in str(tfmw.data.datasets.digits.TfmwDigits.__doc__)

@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers.cases import every
+from tfmw.compat import datasets, rebuilding
+from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.data.reshuffles import small_of
-from tfmw.keras_compat import datasets, rebuilding
-from tfmw.keras_compat.shuffles import ShuffleSeeds
 
 LENGTH, BUFFER = 2000, 500
 

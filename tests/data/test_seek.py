@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from tests.helpers.cases import every
 from tfmw import data
+from tfmw.compat import datasets
+from tfmw.compat.shuffles import ShuffleOrder, ShuffleSeeds, has_known_order, pair_of_pass
 from tfmw.data import seek as seek_module
 from tfmw.data.order import reshuffles_of
 from tfmw.data.seek import seek
-from tfmw.keras_compat import datasets
-from tfmw.keras_compat.shuffles import ShuffleOrder, ShuffleSeeds, has_known_order, pair_of_pass
 
 N = 23
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw import data
-from tfmw.keras_compat import datasets
+from tfmw.compat import datasets
 
 X = np.arange(14.0).reshape(7, 2)  # float64
 Y = np.arange(7)

@@ -17,7 +17,7 @@ import pytest
 
 from tests.docs.test_readme import blocks
 from tests.helpers.cluster import ONE_THREAD, ROOT
-from tfmw import cli
+from tfmw.cli import main as cli
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -213,7 +213,7 @@ def public() -> list[tuple[str, str]]:
     for path in sorted((ROOT / "tfmw").rglob("*.py")):
         dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         private = any(part.startswith("_") for part in dotted.split("."))
-        if private or dotted == "tfmw.keras_compat":
+        if private or dotted == "tfmw.compat":
             continue
         module = importlib.import_module(dotted)
         found += [(dotted, name) for name in getattr(module, "__all__", [])]

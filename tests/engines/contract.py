@@ -31,9 +31,9 @@ import pytest
 import tfmw
 from tests.helpers.cluster import MARK, ONE_THREAD, PYTHONPATH, marked, wait_gone
 from tfmw.engines import Engine, Job
-from tfmw.engines.agent import BACKUPS
-from tfmw.engines.job import ENDED
 from tfmw.errors import TaskFailed, UsageError
+from tfmw.launcher.engines.agent import BACKUPS
+from tfmw.launcher.engines.job import ENDED
 
 PLAIN = {"TFMW_NO_INIT": "1"}
 TIMEOUT_S = 120
@@ -174,7 +174,7 @@ class Contract:
     attaches = True
     """Whether a job outlives the process that submits it, and another can attach to it."""
 
-    host = "tfmw.engines.agent"
+    host = "tfmw.launcher.engines.agent"
     """In the command line of what the engine runs a task in, above the task's process."""
 
     def lose(self, job: Job, pid: int) -> None:
@@ -295,11 +295,11 @@ class Contract:
     @pytest.fixture
     def _backup_each_epoch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A fit on few cores, whose job keeps a backup of each epoch."""
-        from tfmw.engines import local
+        from tfmw.train import on_workers
 
         for name, value in ONE_THREAD.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(local, "_BACKUP_OF_JOB_EVERY", "epoch")
+        monkeypatch.setattr(on_workers, "_BACKUP_OF_JOB_EVERY", "epoch")
 
     @pytest.mark.usefixtures("_backup_each_epoch")
     def test_fit_equals_that_of_two_workers(

@@ -107,7 +107,7 @@ class KernelContract:
         self, kernel: Kernel, engine: Engine
     ) -> None:
         request = kernel.client.execute(
-            "import tfmw.engines.local as local\n"
+            "import tfmw.train.on_workers as local\n"
             "local._BACKUP_OF_JOB_EVERY = 'epoch'\n"
             "model = make_model()\n"
             f"tfmw.fit(model, make_data(), epochs=100_000, workers=2, on={self.on})"

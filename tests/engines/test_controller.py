@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 from tests.engines.test_job_attempt import FakeTasks
-from tfmw.engines.controller import Controller
-from tfmw.engines.engine import JobSpec
-from tfmw.engines.job import OUTPUT, STATUS
+from tfmw.launcher.engines.controller import Controller
+from tfmw.launcher.engines.engine import JobSpec
+from tfmw.launcher.engines.job import OUTPUT, STATUS
 from tfmw.launcher.options import RunOptions
-from tfmw.remote.messages import Setup
+from tfmw.launcher.remote.messages import Setup
 
 
 def test_a_job_that_is_queued_again_has_the_restarts_that_it_had_left(tmp_path: Path) -> None:

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from tfmw.engines.engine import Contact, JobSpec, Tasks
-from tfmw.engines.job_attempt import LOST_S, SETTLE_S, JobAttempt
 from tfmw.errors import TaskFailed
+from tfmw.launcher.engines.engine import Contact, JobSpec, Tasks
+from tfmw.launcher.engines.job_attempt import LOST_S, SETTLE_S, JobAttempt
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import PREEMPT_GRACE_S, RunOptions
 from tfmw.launcher.output import Display
-from tfmw.launcher.restart import AttemptOutcome
-from tfmw.launcher.result import Result
-from tfmw.launcher.run import return_values
-from tfmw.remote.messages import (
+from tfmw.launcher.remote.messages import (
     AgentHello,
     BackupFiles,
     Ended,
@@ -32,6 +29,9 @@ from tfmw.remote.messages import (
     StepReached,
     encode,
 )
+from tfmw.launcher.restart import AttemptOutcome
+from tfmw.launcher.result import Result
+from tfmw.launcher.run import return_values
 
 FACTS = {"Python": "3.12", "keras": "3.15.1"}
 

@@ -18,13 +18,13 @@ import tensorflow as tf
 import tfmw
 from tests.helpers.cases import every
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
-from tfmw.checkpoint import state
-from tfmw.checkpoint.store import BackupStore
-from tfmw.engines import local, pickling
+from tfmw.compat import models
+from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.errors import UsageError
-from tfmw.keras_compat import models
-from tfmw.keras_compat.shuffles import ShuffleSeeds
 from tfmw.launcher import call
+from tfmw.train import on_workers, pickling
+from tfmw.train.checkpoint import state
+from tfmw.train.checkpoint.store import BackupStore
 
 X = np.random.default_rng(0).normal(size=(203, 12)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int32")
@@ -115,9 +115,9 @@ def test_functional_subclass_unpacks_in_a_new_process(tmp_path):
     (tmp_path / "parcel").write_bytes(pickling.pack(model))
     code = """
 import sys, numpy, tfmw
-from tfmw.checkpoint import state
-from tfmw.checkpoint.store import BackupStore
-from tfmw.engines import local, pickling
+from tfmw.train.checkpoint import state
+from tfmw.train.checkpoint.store import BackupStore
+from tfmw.train import on_workers, pickling
 from tfmw.launcher import call
 from tests.engines import test_local
 model = pickling.settled(call.loads(open(sys.argv[1], "rb").read()))
@@ -292,6 +292,6 @@ def test_a_stopped_model_gets_the_backup_before_a_damaged_one(tmp_path):
         path = store.write(step, values, {})
     with open(os.path.join(path, "tensors.data-00000-of-00001"), "r+b") as file:
         file.write(b"\xff")
-    local._restore_newest_backup(model, str(tmp_path))
+    on_workers._restore_newest_backup(model, str(tmp_path))
     for weight in model.get_weights():
         np.testing.assert_array_equal(weight, 1)

@@ -15,8 +15,8 @@ import tfmw
 from tests.engines.contract import TIMEOUT_S, Contract, doubled, runs_forever, shell, wait_for
 from tests.helpers.cluster import MARK, marked, wait_gone
 from tfmw.engines import Engine, Local
-from tfmw.engines.engine import JobHandle
 from tfmw.errors import TaskFailed, UsageError
+from tfmw.launcher.engines.engine import JobHandle
 
 pytestmark = pytest.mark.multiprocess
 

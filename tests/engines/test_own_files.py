@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 import tfmw
-from tfmw.engines import Local, agent, own_files
-from tfmw.engines.agent import CONTACT, PAYLOAD
-from tfmw.engines.engine import Contact, JobSpec
-from tfmw.engines.folder import SPEC, FolderHandle, control, write_contact, write_job
-from tfmw.engines.job import BACKUP, RESULT, STATUS, Job
-from tfmw.engines.local_jobs import LocalTasks
+from tfmw.engines import Local
 from tfmw.errors import UsageError
+from tfmw.launcher.engines import agent, own_files
+from tfmw.launcher.engines.agent import CONTACT, PAYLOAD
+from tfmw.launcher.engines.engine import Contact, JobSpec
+from tfmw.launcher.engines.folder import SPEC, FolderHandle, control, write_contact, write_job
+from tfmw.launcher.engines.job import BACKUP, RESULT, STATUS, Job
+from tfmw.launcher.engines.local_jobs import LocalTasks
 from tfmw.launcher.options import RunOptions
-from tfmw.remote.messages import Setup
+from tfmw.launcher.remote.messages import Setup
 
 OTHER = 54321  # a user without an account
 

@@ -26,13 +26,13 @@ from tests.engines.contract import (
     wait_for,
 )
 from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
+from tfmw.cluster.sockets import reserved_ports
 from tfmw.engines import Engine, Job, Ray
-from tfmw.engines import job as jobs
-from tfmw.engines import ray as ray_engine
-from tfmw.engines.ray import RayHandle, RayTasks
 from tfmw.errors import TaskFailed, UsageError
 from tfmw.launcher import call
-from tfmw.runtime.sockets import reserved_ports
+from tfmw.launcher.engines import job as jobs
+from tfmw.launcher.engines import ray as ray_engine
+from tfmw.launcher.engines.ray import RayHandle, RayTasks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 

@@ -14,16 +14,17 @@ import pytest
 import tfmw
 from tests.engines.contract import TIMEOUT_S, Contract, FromAShell, meet, runs_forever, wait_for
 from tests.helpers.slurm import NODES, OneMachine
-from tfmw.engines import Job, Slurm, own_files
-from tfmw.engines import slurm as slurm_engine
-from tfmw.engines.engine import JobSpec
-from tfmw.engines.folder import write_job
-from tfmw.engines.job import STATUS
-from tfmw.engines.slurm import SlurmTasks
+from tfmw.cluster.signals import LEAVE
+from tfmw.engines import Job, Slurm
 from tfmw.errors import PREEMPTED, TaskFailed, UsageError
+from tfmw.launcher.engines import own_files
+from tfmw.launcher.engines import slurm as slurm_engine
+from tfmw.launcher.engines.engine import JobSpec
+from tfmw.launcher.engines.folder import write_job
+from tfmw.launcher.engines.job import STATUS
+from tfmw.launcher.engines.slurm import SlurmTasks
 from tfmw.launcher.options import RunOptions
-from tfmw.remote.messages import Setup
-from tfmw.runtime.signals import LEAVE
+from tfmw.launcher.remote.messages import Setup
 
 pytestmark = [pytest.mark.slurm, pytest.mark.multiprocess]
 

@@ -18,7 +18,8 @@ import tensorflow as tf
 import tfmw
 from tests.helpers.cluster import PROGRAMS, run_cluster
 from tfmw import Cluster, UsageError
-from tfmw.export import MANIFEST, check_path, export, verify
+from tfmw.train.saved_model import MANIFEST, check_path, export
+from tfmw.train.saved_model import verify_export as verify
 
 ENVIRON = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.export.test_export import MODELS
 from tests.helpers.cluster import PROGRAMS
-from tfmw.export import export
+from tfmw.train.saved_model import export
 
 ENVIRON = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked
-from tfmw.runtime.sockets import reserved_ports
+from tfmw.cluster.sockets import reserved_ports
 
 
 def free_ports(count: int) -> list[int]:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tfmw.runtime.etcd import Client
-from tfmw.runtime.sockets import reserved_ports
+from tfmw.cluster.sockets import reserved_ports
+from tfmw.storage.etcd import Client
 
 
 @contextlib.contextmanager

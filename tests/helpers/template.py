@@ -161,7 +161,7 @@ def _launch(output: int, command: list[str], env: dict[str, str], cwd: str) -> N
     os.environ.update(env)
     tempfile.tempdir = None
     os.chdir(cwd)
-    from tfmw import cli
+    from tfmw.cli import main as cli
     from tfmw.launcher import fork_server
 
     prepared: tuple[int, socket.socket] | None = _prepared_fork_server()

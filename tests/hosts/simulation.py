@@ -15,12 +15,12 @@ import random
 from collections import deque
 from typing import Any
 
-from tfmw.hosts.lease import Lost, Record
-from tfmw.hosts.settings import HEARTBEAT_S, SILENCE_S, HostSettings
-from tfmw.hosts.supervisor import Exit, Supervisor
 from tfmw.launcher.failure import Failure
+from tfmw.launcher.hosts.lease import Lost, Record
+from tfmw.launcher.hosts.settings import HEARTBEAT_S, SILENCE_S, HostSettings
+from tfmw.launcher.hosts.supervisor import Exit, Supervisor
 from tfmw.launcher.options import RunOptions
-from tfmw.remote.messages import (
+from tfmw.launcher.remote.messages import (
     End,
     Ended,
     EndReport,
@@ -441,7 +441,7 @@ class World:
         assert chief.tasks is not None
         attempt = chief.tasks.start.attempt
         assert self.record is not None
-        if attempt == self.record.attempt:  # what `tfmw.runtime.fence` checks
+        if attempt == self.record.attempt:  # what `tfmw.storage.fence` checks
             self.writes.append((attempt, hosts[0]))
         if self.trained >= TRAINING_S:
             for index in hosts:

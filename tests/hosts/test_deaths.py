@@ -19,7 +19,7 @@ import pytest
 from tests.helpers.cluster import run_cluster
 from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
 from tests.programs._hold import hold_at
-from tfmw.export import verify
+from tfmw.train.saved_model import verify_export as verify
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

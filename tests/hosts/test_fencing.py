@@ -17,7 +17,7 @@ import pytest
 import tfmw
 from tests.helpers.hosts import Hosts, Namespaces, network
 from tests.programs._hold import hold_at
-from tfmw.runtime import fence
+from tfmw.storage import fence
 
 EPOCHS, STEPS = 3, 12
 

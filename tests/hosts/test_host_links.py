@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tfmw.cluster import addresses
+from tfmw.cluster.sockets import reserved_ports
 from tfmw.errors import ClusterError
-from tfmw.hosts.host_links import HostLinks, why_not_connected
-from tfmw.remote.messages import End, HostHello, Ready
-from tfmw.runtime.sockets import reserved_ports
+from tfmw.launcher.hosts.host_links import HostLinks, why_not_connected
+from tfmw.launcher.remote.messages import End, HostHello, Ready
 
 TOKEN = b"the token of these tests"
 STRANGERS = 100_000 if os.environ.get("TFMW_TEST_HOSTS") == "all" else 1_000

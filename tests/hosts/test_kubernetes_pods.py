@@ -20,7 +20,7 @@ import yaml
 
 from tests.helpers.cluster import ROOT
 from tests.helpers.hosts import NETWORK, Hosts, Loopback, Namespaces, network
-from tfmw.export import verify
+from tfmw.train.saved_model import verify_export as verify
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(600)]
 

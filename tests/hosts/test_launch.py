@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cluster import PROGRAMS
-from tfmw.cli import main
-from tfmw.hosts.launch import backup_dir_of
+from tfmw.cli.main import main
+from tfmw.launcher.hosts.launch import backup_dir_of
 
 HOSTS = "127.0.0.1:7001,198.51.100.2"  # the second is for documentation (RFC 5737)
 SUPERVISED = ["--hosts", HOSTS, "--max-restarts", "2", "--rendezvous", "dir:build/supervisors"]

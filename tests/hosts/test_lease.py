@@ -17,10 +17,17 @@ import pytest
 
 from tests.helpers.cluster import ROOT
 from tests.helpers.etcd import etcd
-from tfmw import storage
-from tfmw.hosts import lease as lease_module
-from tfmw.hosts.lease import DirectoryLease, EtcdLease, Lease, LeaseKeeper, Lost, Record, lease_of
-from tfmw.runtime import fence
+from tfmw.launcher.hosts import lease as lease_module
+from tfmw.launcher.hosts.lease import (
+    DirectoryLease,
+    EtcdLease,
+    Lease,
+    LeaseKeeper,
+    Lost,
+    Record,
+    lease_of,
+)
+from tfmw.storage import directories, fence
 
 Make = Callable[[int], Lease]
 
@@ -78,7 +85,7 @@ def test_only_the_last_attempt_puts_anything_in_its_place(make, tmp_path, monkey
 
 
 def _write(target: Path) -> None:
-    with storage.atomic_directory(str(target)) as temporary:
+    with directories.atomic_directory(str(target)) as temporary:
         Path(temporary).mkdir()
 
 
@@ -92,7 +99,7 @@ def test_a_directorys_lock_ends_with_its_holder(tmp_path):
     """Not with a holder that is stopped: nobody else may lead then."""
     program = (
         "import sys, signal; from pathlib import Path\n"
-        "from tfmw.hosts.lease import DirectoryLease\n"
+        "from tfmw.launcher.hosts.lease import DirectoryLease\n"
         f"lease = DirectoryLease(Path({str(tmp_path)!r}))\n"
         "assert lease.acquire()\n"
         "print('held', flush=True); signal.pause()\n"

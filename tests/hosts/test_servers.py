@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
-from tfmw.hosts.leader import placed
-from tfmw.hosts.settings import HostSettings
+from tfmw.launcher.hosts.leader import placed
+from tfmw.launcher.hosts.settings import HostSettings
 from tfmw.launcher.options import RunOptions
 
 TOKEN = "0123456789abcdef" * 4

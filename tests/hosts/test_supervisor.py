@@ -17,11 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.hosts.simulation import World
 from tfmw.errors import PREEMPTED
-from tfmw.hosts.leader import DRAIN_S
-from tfmw.hosts.lease import Lost, Record
-from tfmw.hosts.settings import SILENCE_S
-from tfmw.hosts.supervisor import Supervisor
-from tfmw.remote.messages import Ended, EndReport, Ready, Start
+from tfmw.launcher.hosts.leader import DRAIN_S
+from tfmw.launcher.hosts.lease import Lost, Record
+from tfmw.launcher.hosts.settings import SILENCE_S
+from tfmw.launcher.hosts.supervisor import Supervisor
+from tfmw.launcher.remote.messages import Ended, EndReport, Ready, Start
 
 HOSTS = 3
 PATIENCE_S = 90.0  # simulated

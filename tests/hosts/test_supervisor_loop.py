@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tfmw.errors import PREEMPTED
-from tfmw.hosts.settings import HostSettings
-from tfmw.hosts.supervisor import Supervisor
-from tfmw.hosts.supervisor_loop import IDLE_S, supervise
+from tfmw.launcher.hosts.settings import HostSettings
+from tfmw.launcher.hosts.supervisor import Supervisor
+from tfmw.launcher.hosts.supervisor_loop import IDLE_S, supervise
 from tfmw.launcher.options import RunOptions
 
 ROUNDS = 3

@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from tfmw.keras_compat.dataflow.flow import Flow
-from tfmw.keras_compat.dataflow.walk import Dataflow
-from tfmw.keras_compat.losses import ReplicaWeight
-from tfmw.keras_compat.metric_variables import increment_kind
+from tfmw.compat.dataflow.flow import Flow
+from tfmw.compat.dataflow.walk import Dataflow
+from tfmw.compat.losses import ReplicaWeight
+from tfmw.compat.metric_variables import increment_kind
 
 FEATURES = 5
 WEIGHTS = tf.Variable(tf.ones([FEATURES]))

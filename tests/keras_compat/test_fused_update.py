@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers.cases import every
+from tfmw.compat import local_updates, optimizers
+from tfmw.compat.local_updates import FUSED_UPDATE, MIN_BYTES, fuses
 from tfmw.errors import UsageError
-from tfmw.keras_compat import local_updates, optimizers
-from tfmw.keras_compat.local_updates import FUSED_UPDATE, MIN_BYTES, fuses
 
 o = keras.optimizers
 OPTIMIZERS: dict[str, Callable[[], Any]] = {

@@ -9,11 +9,11 @@ import keras
 import pytest
 import tensorflow as tf
 
+from tfmw.compat import graph, metric_variables, parameter_servers
+from tfmw.compat.dataflow import walk
+from tfmw.compat.dataflow.walk import Dataflow
 from tfmw.data.reshuffles import constant_of
-from tfmw.keras_compat import graph, metric_variables, parameter_servers
-from tfmw.keras_compat.dataflow import walk
-from tfmw.keras_compat.dataflow.walk import Dataflow
-from tfmw.parameter_server.lookups import copied_ops, ops_between
+from tfmw.train.parameter_server.lookups import copied_ops, ops_between
 
 DEEP = 5000
 WEIGHT = tf.Variable(1.0)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw import keras_compat
-from tfmw.keras_compat import (
+from tfmw import compat
+from tfmw.compat import (
     datasets,
     metric_variables,
     model_methods,
@@ -31,12 +31,12 @@ PRIVATE = re.compile(
 
 
 def test_every_private_name_exists() -> None:
-    assert keras_compat.missing_names() == []
+    assert compat.missing_names() == []
 
 
 def test_missing_private_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("keras.src.losses.loss.apply_mask")
-    assert keras_compat.missing_names() == ["keras.src.losses.loss.apply_mask"]
+    assert compat.missing_names() == ["keras.src.losses.loss.apply_mask"]
 
 
 def test_setting_the_seed_again_is_detected() -> None:
@@ -51,7 +51,7 @@ def test_private_names_are_only_in_keras_compat() -> None:
     found = [
         f"{path.name}:{number}: {line.strip()}"
         for path in sorted((ROOT / "tfmw").rglob("*.py"))
-        if path.parent.name != "keras_compat"
+        if path.parent.name != "compat"
         for number, line in enumerate(path.read_text().splitlines(), 1)
         for code in [line.split("#")[0]]
         if (re.match(r"\s*(from|import) (keras\.src|tensorflow\.python)", code))

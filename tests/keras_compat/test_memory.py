@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.keras_compat.memory import new_tensor, view_of
+from tfmw.compat.memory import new_tensor, view_of
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.keras_compat.models import build_all
+from tfmw.compat.models import build_all
 
 SPEC = (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2]))
 

@@ -12,10 +12,10 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from tfmw.keras_compat.local_updates import replica_local_updates
-from tfmw.keras_compat.losses import ReplicaWeight, weighting_losses
-from tfmw.keras_compat.row_origins import Origin, joined, row_parts
-from tfmw.mirrored.collectives.reduction import joined_parts
+from tfmw.compat.local_updates import replica_local_updates
+from tfmw.compat.losses import ReplicaWeight, weighting_losses
+from tfmw.compat.row_origins import Origin, joined, row_parts
+from tfmw.train.mirrored.collectives.reduction import joined_parts
 
 TABLE = keras.Variable(np.arange(40, dtype="float32").reshape(20, 2))
 SAME, REDUCED, UNKNOWN, EXAMPLES = Origin

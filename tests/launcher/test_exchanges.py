@@ -14,12 +14,12 @@ import pytest
 
 from tfmw.errors import UsageError
 from tfmw.launcher import run_files, run_status
-from tfmw.launcher.exchanges import ended_at, input_seconds, missing, own_seconds, straggler
 from tfmw.launcher.process import Task, TaskFiles
 from tfmw.launcher.run_files import published
 from tfmw.launcher.run_status import RunStatus, innermost
-from tfmw.runtime import recorder
-from tfmw.runtime.recorder import NOBODY, RecordedExchange
+from tfmw.observe import recorder
+from tfmw.observe.exchanges import ended_at, input_seconds, missing, own_seconds, straggler
+from tfmw.observe.recorder import NOBODY, RecordedExchange
 
 
 def exchange(number: int, done: bool = True, waiting_for: int = NOBODY) -> RecordedExchange:

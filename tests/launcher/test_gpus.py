@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.hosts import Hosts
-from tfmw.cli import main
+from tfmw.cli.main import main
 from tfmw.launcher.environment import gpu_note, visible_devices
 from tfmw.launcher.run import launch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tfmw.errors import UsageError
-from tfmw.launcher.metrics_server import listens_at
+from tfmw.observe.metrics_server import listens_at
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from tests.helpers.cluster import (
     tfmw_command,
     wait_gone,
 )
+from tfmw.cluster.signals import Signals
 from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher import attempt as attempt_module
 from tfmw.launcher import restart
@@ -36,7 +37,6 @@ from tfmw.launcher.restart import AttemptOutcome, RestartPolicy, backoff_s, rest
 from tfmw.launcher.result import Result
 from tfmw.launcher.run import launch_tasks
 from tfmw.launcher.watchdog import HungTask, TaskStatus, Watchdog
-from tfmw.runtime.signals import Signals
 
 PROGRAM = str(PROGRAMS / "restart_tasks.py")
 NO_INIT = {"TFMW_NO_INIT": "1", "PYTHONPATH": str(ROOT)}

@@ -40,6 +40,7 @@ from tests.helpers.cluster import (
     wait_gone,
 )
 from tests.programs import launch_functions
+from tfmw.cluster.sockets import reserved_ports
 from tfmw.errors import TaskFailed, UsageError
 from tfmw.launcher import fork_server, process
 from tfmw.launcher.failure import Failure, describe_status
@@ -47,8 +48,7 @@ from tfmw.launcher.output import Display, collapse
 from tfmw.launcher.result import lines_about
 from tfmw.launcher.run import launch_tasks
 from tfmw.launcher.spawn import TASK_COMMAND
-from tfmw.runtime.recorded_errors import record_error
-from tfmw.runtime.sockets import reserved_ports
+from tfmw.observe.recorded_errors import record_error
 
 PROGRAM = str(PROGRAMS / "launch_tasks.py")
 NO_INIT = {"TFMW_NO_INIT": "1"}

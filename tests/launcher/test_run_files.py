@@ -16,14 +16,14 @@ from subprocess import PIPE
 import pytest
 
 from tests.helpers.cluster import tfmw_command
-from tfmw.cli import main
+from tfmw.cli.main import main
 from tfmw.launcher import run_files
 
 PATIENCE_S = 60
 
 SCRIPT = """
 import sys
-from tfmw.runtime import progress, recorder
+from tfmw.observe import progress, recorder
 
 progress.report_progress(0)
 for step in range(1, 21):

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.cluster import PROGRAMS, ROOT, tfmw_command
-from tfmw.cli import main
+from tfmw.cli.main import main
 from tfmw.launcher import run_files
 
 pytestmark = pytest.mark.multiprocess

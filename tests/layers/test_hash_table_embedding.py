@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 import tfmw
 from tests.helpers.cases import cases, every
 from tests.layers.reference import Reference, Table
-from tfmw.keras_compat import models, table_variables
-from tfmw.layers import HashTableEmbedding, hashing
-from tfmw.layers.hash_table import Part, bucket_of, counted
+from tfmw.compat import models, table_variables
+from tfmw.layers import HashTableEmbedding
+from tfmw.tables import hashing
+from tfmw.tables.hash_table import Part, bucket_of, counted
 
 SEED = 5
 

@@ -12,10 +12,10 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers.threads import Exchange, in_threads
-from tfmw.local_sgd.outer_step import OuterStep, fragments_of
-from tfmw.local_sgd.quantized_sum import BLOCK, LEVELS, QuantizedSum
-from tfmw.local_sgd.sync_settings import SyncSettings
-from tfmw.mirrored.collectives import ring
+from tfmw.train.local_sgd.outer_step import OuterStep, fragments_of
+from tfmw.train.local_sgd.quantized_sum import BLOCK, LEVELS, QuantizedSum
+from tfmw.train.local_sgd.sync_settings import SyncSettings
+from tfmw.train.mirrored.collectives import ring
 
 SGD = keras.optimizers.SGD
 RANDOM = np.random.default_rng(0)

@@ -47,7 +47,7 @@ def test_a_member_behind_a_cut_link_is_left_out_until_it_is_back(tmp_path: Path)
             stack.callback(process.kill)
             return process
 
-        command = ["-m", "tfmw.local_sgd.round_server", "--members", "3"]
+        command = ["-m", "tfmw.train.local_sgd.round_server", "--members", "3"]
         server = start([*command, "--host", machines.gateway], None)
         assert server.stdout is not None
         address = server.stdout.readline().strip()

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tfmw.cluster import sockets
 from tfmw.errors import TfmwError, UsageError
-from tfmw.local_sgd.round_client import RoundAnswer, RoundClient
-from tfmw.local_sgd.round_server import RoundServer
-from tfmw.runtime import sockets
+from tfmw.train.local_sgd.round_client import RoundAnswer, RoundClient
+from tfmw.train.local_sgd.round_server import RoundServer
 
 KEY = b"key"
 
@@ -92,7 +92,7 @@ def test_the_mean_is_weighted_by_examples(threads: ThreadPoolExecutor) -> None:
 
 @pytest.mark.parametrize(("kind", "error"), [("int8", 0.01), ("int4", 0.15)])
 def test_rounded_values(threads: ThreadPoolExecutor, kind: str, error: float) -> None:
-    from tfmw.local_sgd.quantized_sum import QuantizedSum
+    from tfmw.train.local_sgd.quantized_sum import QuantizedSum
 
     values = np.random.default_rng(0).normal(size=[2, 3000]).astype("float32")
     packs = [QuantizedSum(3000, kind) for _ in range(2)]
@@ -281,7 +281,7 @@ def test_a_message_that_is_none_ends_the_connection(threads: ThreadPoolExecutor)
 
 
 def test_the_program_ends_with_its_input() -> None:
-    command = [sys.executable, "-m", "tfmw.local_sgd.round_server", "--members", "1"]
+    command = [sys.executable, "-m", "tfmw.train.local_sgd.round_server", "--members", "1"]
     with subprocess.Popen(
         [*command, "--host", "127.0.0.1"],
         stdin=subprocess.PIPE,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.mirrored.agreement import agree
+from tfmw.train.mirrored.agreement import agree
 
 SMALL, LARGE = 1_000, 1_000_000  # of which TensorFlow makes the checksums
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfmw.mirrored.sharded_update import assignments
+from tfmw.train.mirrored.sharded_update import assignments
 
 
 @pytest.mark.slow

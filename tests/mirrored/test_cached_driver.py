@@ -15,8 +15,8 @@ import tensorflow as tf
 
 import tfmw
 from tests.helpers.cases import every
-from tfmw.keras_compat import objects
-from tfmw.mirrored import cached_driver
+from tfmw.compat import objects
+from tfmw.train.mirrored import cached_driver
 
 X: Any = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 Y = X[:, :1]

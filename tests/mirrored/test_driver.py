@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfmw.mirrored.replicas import new_function
+from tfmw.train.mirrored.replicas import new_function
 
 
 @pytest.mark.parametrize(

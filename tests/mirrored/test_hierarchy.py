@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from tests.helpers.threads import Exchange, in_threads
-from tfmw.local_sgd.quantized_sum import QuantizedSum
-from tfmw.mirrored.collectives import hierarchy, ring
-from tfmw.mirrored.collectives.all_reduce import RingBroken, even_cuts
-from tfmw.mirrored.collectives.hierarchy import HierarchicalRing
-from tfmw.mirrored.collectives.ring import Ring
+from tfmw.train.local_sgd.quantized_sum import QuantizedSum
+from tfmw.train.mirrored.collectives import hierarchy, ring
+from tfmw.train.mirrored.collectives.all_reduce import RingBroken, even_cuts
+from tfmw.train.mirrored.collectives.hierarchy import HierarchicalRing
+from tfmw.train.mirrored.collectives.ring import Ring
 
 KEY = b"k" * 32
 MACHINES = {

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tfmw.mirrored import prediction
+from tfmw.train.mirrored import prediction
 
 STEPS = 40
 X: Any = np.random.default_rng(0).normal(size=(STEPS * 4 - 1, 3)).astype("float32")

@@ -10,11 +10,11 @@ import pytest
 import tensorflow as tf
 
 from tfmw.cluster import membership
+from tfmw.compat.memory import view_of
 from tfmw.errors import UsageError
-from tfmw.keras_compat.memory import view_of
-from tfmw.mirrored.collectives import transports
-from tfmw.mirrored.collectives.reduction import Reduction
-from tfmw.training.arguments import COMPRESSIONS
+from tfmw.train.arguments import COMPRESSIONS
+from tfmw.train.mirrored.collectives import transports
+from tfmw.train.mirrored.collectives.reduction import Reduction
 
 MB = 1 << 20
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tfmw.mirrored.sync_driver import SyncDriver
+from tfmw.train.mirrored.sync_driver import SyncDriver
 
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 

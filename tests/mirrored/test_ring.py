@@ -17,11 +17,11 @@ import pytest
 from tests.helpers.by_hand import ByHand
 from tests.helpers.cluster import run_cluster
 from tests.helpers.threads import Exchange, in_threads
-from tfmw.cluster import wire
-from tfmw.mirrored.collectives import listener, ring, ring_links
-from tfmw.mirrored.collectives.all_reduce import RingBroken, even_cuts
-from tfmw.mirrored.collectives.ring import Ring
-from tfmw.runtime import recorder, sockets
+from tfmw.cluster import sockets, wire
+from tfmw.observe import recorder
+from tfmw.train.mirrored.collectives import listener, ring, ring_links
+from tfmw.train.mirrored.collectives.all_reduce import RingBroken, even_cuts
+from tfmw.train.mirrored.collectives.ring import Ring
 
 Array = np.ndarray[Any, Any]
 KEY = b"k" * 32

@@ -12,9 +12,9 @@ import pytest
 
 from tests.helpers.cases import cases, chosen
 from tests.helpers.cluster import ONE_THREAD, run_cluster
+from tfmw.compat import optimizer_part, optimizers
 from tfmw.errors import UsageError
-from tfmw.keras_compat import optimizer_part, optimizers
-from tfmw.mirrored.sharded_update import SHARD_OPTIMIZER, ShardedUpdate
+from tfmw.train.mirrored.sharded_update import SHARD_OPTIMIZER, ShardedUpdate
 
 o = keras.optimizers
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.parameter_server import exchange, lookups
-from tfmw.parameter_server.lookups import copied_ops, ops_between
 from tfmw.tables.shards import MultiTableLookup, VariableShard
+from tfmw.train.parameter_server import exchange, lookups
+from tfmw.train.parameter_server.lookups import copied_ops, ops_between
 
 WIDTH = 3
 

@@ -16,16 +16,16 @@ import tensorflow as tf
 import tfmw
 from tests.helpers.by_hand import free_addresses
 from tfmw import Cluster, ClusterError, TaskFailed, TfmwError, UsageError, data
-from tfmw.checkpoint import compatibility, evaluator, state
-from tfmw.checkpoint.store import BackupStore
 from tfmw.cluster import servers as ps_cluster
 from tfmw.cluster.servers import SILENCE_S, ControlServer, wait_for_end
-from tfmw.parameter_server.ps_training import ParameterServerTraining
-from tfmw.parameter_server.variables import refuse_unsupported
-from tfmw.parameter_server.worker_data import for_workers
-from tfmw.training.arguments import FitArguments
-from tfmw.training.fit_context import FitContext
-from tfmw.training.pace import FunctionPace
+from tfmw.train.arguments import FitArguments
+from tfmw.train.checkpoint import compatibility, evaluator, state
+from tfmw.train.checkpoint.store import BackupStore
+from tfmw.train.fit_context import FitContext
+from tfmw.train.pace import FunctionPace
+from tfmw.train.parameter_server.ps_training import ParameterServerTraining
+from tfmw.train.parameter_server.variables import refuse_unsupported
+from tfmw.train.parameter_server.worker_data import for_workers
 
 FACTS = {"tensorflow": "2.21.0"}
 

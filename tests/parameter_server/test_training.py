@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.helpers.cluster import examples_per_step
-from tfmw.checkpoint.store import verify
+from tfmw.train.checkpoint.store import verify
 
 STEPS, EPOCHS = 60, 2
 

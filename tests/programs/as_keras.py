@@ -18,7 +18,7 @@ import tensorflow as tf
 import tfmw
 from tests.matrix.columns import virtual_devices
 from tests.programs import _result
-from tfmw.keras_compat.shuffles import ShuffleSeeds
+from tfmw.compat.shuffles import ShuffleSeeds
 
 where, folder = sys.argv[1], Path(sys.argv[2])
 

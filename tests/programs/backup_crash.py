@@ -18,8 +18,8 @@ import numpy as np
 
 from tests.helpers.backup_points import dying, watched
 from tests.helpers.local_tables import LocalTables
-from tfmw.checkpoint.store import BackupStore
-from tfmw.checkpoint.tensor_files import TableRows
+from tfmw.train.checkpoint.store import BackupStore
+from tfmw.train.checkpoint.tensor_files import TableRows
 
 directory, step = Path(sys.argv[1]), {"same": 1}.get(sys.argv[2], 2)
 with_table = sys.argv[2] == "changed"

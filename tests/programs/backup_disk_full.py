@@ -15,8 +15,8 @@ import keras
 import numpy as np
 
 import tfmw
-from tfmw.checkpoint import resume
-from tfmw.checkpoint.store import BackupStore, verify
+from tfmw.train.checkpoint import resume
+from tfmw.train.checkpoint.store import BackupStore, verify
 
 messages: list[str] = []
 

@@ -5,7 +5,7 @@ import signal
 import sys
 
 from tests.helpers.backup_points import lacking
-from tfmw.checkpoint.store import BackupStore
+from tfmw.train.checkpoint.store import BackupStore
 
 if len(sys.argv) > 2:
     fcntl.flock = lacking(int(sys.argv[2]))

@@ -32,7 +32,7 @@ def counted(callbacks: Any, shows: bool, verbose: Any, examples: Any, overlappin
     return callbacks
 
 
-importlib.import_module("tfmw.training.fit_context").with_progress = counted  # type: ignore[attr-defined]
+importlib.import_module("tfmw.train.fit_context").with_progress = counted  # type: ignore[attr-defined]
 
 
 def pairs(number: int = EXAMPLES) -> tf.data.Dataset:

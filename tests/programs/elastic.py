@@ -21,9 +21,9 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs._result import write
-from tfmw.checkpoint.store import BackupStore
-from tfmw.local_sgd import round_client
-from tfmw.local_sgd.round_client import RoundClient
+from tfmw.train.checkpoint.store import BackupStore
+from tfmw.train.local_sgd import round_client
+from tfmw.train.local_sgd.round_client import RoundClient
 
 MEMBER = int(os.environ.get("TFMW_MEMBER", "0"))
 RANDOM = np.random.default_rng(0)

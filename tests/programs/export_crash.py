@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 import tfmw
-from tfmw import storage
+from tfmw.storage import directories
 
 module: Any = importlib.import_module("tfmw.export")
 path, when = sys.argv[1:]
@@ -28,8 +28,8 @@ elif when == "between_the_renames":
     rename: Any = os.rename
     os.rename = lambda *args, **kwargs: die() if rename(*args, **kwargs) is None else None
 elif when == "after_them":
-    replace = storage.replace
-    storage.replace = lambda *args: die() if replace(*args) is None else None
+    replace = directories.replace
+    directories.replace = lambda *args: die() if replace(*args) is None else None
 
 model = keras.Sequential([keras.Input((2,), name="x"), keras.layers.Dense(1, name="y")])
 model.set_weights([tf.constant([[2.0], [0.0]]), tf.constant([0.0])])

@@ -12,7 +12,7 @@ import tfmw
 from tests.programs._result import write
 from tfmw import strategies
 from tfmw.cluster.group import Group
-from tfmw.keras_compat import runtime
+from tfmw.compat import runtime
 
 CALLS = 500
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from tests.programs import _result
 from tfmw.errors import UsageError
-from tfmw.runtime.recorded_errors import record_error
+from tfmw.observe.recorded_errors import record_error
 
 PAUSE = [sys.executable, "-c", "import signal; signal.pause()"]
 CHILD = [sys.executable, "-c", "import signal; print('child', flush=True); signal.pause()"]

@@ -11,7 +11,7 @@ import numpy as np
 import tfmw
 from tests.programs._result import write
 from tfmw.cluster import leaving
-from tfmw.keras_compat import runtime
+from tfmw.compat import runtime
 
 what, collectives = sys.argv[1:3]
 cluster = tfmw.init(collectives=collectives)

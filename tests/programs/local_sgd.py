@@ -14,7 +14,7 @@ import numpy as np
 import tfmw
 from tests.programs._result import write
 from tests.programs.several_devices import several_devices
-from tfmw.mirrored.collectives import listener
+from tfmw.train.mirrored.collectives import listener
 
 DILOCO = {
     "class_name": "SGD",

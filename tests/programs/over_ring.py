@@ -22,9 +22,9 @@ from tfmw import strategies
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.errors import UsageError
-from tfmw.mirrored import agreement
-from tfmw.mirrored.collectives import connection, listener
-from tfmw.mirrored.collectives.ring import Ring
+from tfmw.train.mirrored import agreement
+from tfmw.train.mirrored.collectives import connection, listener
+from tfmw.train.mirrored.collectives.ring import Ring
 
 ALIKE = ("alike", "empty")
 

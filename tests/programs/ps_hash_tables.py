@@ -10,8 +10,8 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
-from tfmw.layers import hashing
-from tfmw.parameter_server.coordinator import PsDriver
+from tfmw.tables import hashing
+from tfmw.train.parameter_server.coordinator import PsDriver
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--cases", default="")

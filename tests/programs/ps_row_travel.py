@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
-from tfmw.parameter_server.steps import WorkerSteps
+from tfmw.train.parameter_server.steps import WorkerSteps
 
 ROWS, WIDTH, BATCH, STEPS, TURN, RATE = 4000, 8, 32, 20, 10, 3.0
 tfmw.init()

@@ -191,8 +191,8 @@ tfmw.fit(
     strategy=strategy,
     callbacks=[Changes()],
 )
-from tfmw.parameter_server.coordinator import PsDriver  # noqa: E402
-from tfmw.parameter_server.variables import ServerVariables  # noqa: E402
+from tfmw.train.parameter_server.coordinator import PsDriver  # noqa: E402
+from tfmw.train.parameter_server.variables import ServerVariables  # noqa: E402
 
 servers = tfmw.strategies.servers_of(strategy)
 assert servers is not None

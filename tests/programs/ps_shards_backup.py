@@ -16,8 +16,8 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
-from tfmw.export import verify
 from tfmw.tables import creation, files, row_files
+from tfmw.train.saved_model import verify_export as verify
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--backup", required=True)
@@ -71,7 +71,7 @@ tfmw.fit(
     callbacks=[Begin(), tfmw.callbacks.BackupAndRestore(backups.name, delete_checkpoint=False)],
 )
 keras.Model.fit.__wrapped__(alone, dataset(), epochs=options.epochs, steps_per_epoch=5, verbose=0)
-from tfmw.parameter_server.variables import ServerVariables  # noqa: E402
+from tfmw.train.parameter_server.variables import ServerVariables  # noqa: E402
 
 servers = tfmw.strategies.servers_of(strategy)
 assert servers is not None

@@ -15,7 +15,7 @@ import tensorflow as tf
 import tfmw
 from tests.programs import _result
 from tfmw import strategies
-from tfmw.keras_compat import parameter_servers
+from tfmw.compat import parameter_servers
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--records", required=True)

@@ -30,7 +30,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
-from tfmw.keras_compat import losses
+from tfmw.compat import losses
 
 N, BATCH, EPOCHS = 45, 8, 2
 STEPS = 6  # of an epoch; the last batch has 5 examples

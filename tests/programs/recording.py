@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw.keras_compat import losses
+from tfmw.compat import losses
 
 seen: list[list[int]] = [[]]
 

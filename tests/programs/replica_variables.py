@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.matrix.columns import virtual_devices
-from tfmw.keras_compat import models
+from tfmw.compat import models
 
 virtual_devices(2)
 strategy = tfmw.strategies.mirrored(["CPU:0", "CPU:1"])

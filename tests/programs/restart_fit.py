@@ -26,8 +26,7 @@ import tensorflow as tf
 import tfmw
 from tests.programs import _result
 from tests.programs._hold import Hold
-from tfmw import storage
-from tfmw.runtime import fence
+from tfmw.storage import directories, fence
 
 EXAMPLES, BATCH = 96, 8
 
@@ -88,13 +87,13 @@ class Death:
 
 def before_each_replacement(at: Death | Hold) -> None:
     """Before a directory gets its name: a backup's, or an export's."""
-    replace = storage.replace
+    replace = directories.replace
 
     def watched(target: str, temporary: str) -> None:
         at.reached("backup" if os.path.basename(target).startswith("step_") else "export")
         replace(target, temporary)
 
-    storage.replace = watched
+    directories.replace = watched
 
 
 def before_each_check(hold: Hold) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tfmw.errors import PREEMPTED
-from tfmw.runtime.progress import blocking_call, report_progress
+from tfmw.observe.progress import blocking_call, report_progress
 
 TASK = os.environ["TFMW_TASK"]
 ATTEMPT = os.environ["TFMW_ATTEMPT"]

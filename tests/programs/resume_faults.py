@@ -23,8 +23,8 @@ import tensorflow as tf
 import tfmw
 from tests.programs import _result
 from tests.programs.counting import Counts
-from tfmw.checkpoint import resume, tensor_files
-from tfmw.mirrored import sharded_update
+from tfmw.train.checkpoint import resume, tensor_files
+from tfmw.train.mirrored import sharded_update
 
 N, BATCH, EPOCHS = 48, 12, 3  # 4 steps in an epoch; 12 can be sharded over 1, 2 and 3 workers
 

@@ -32,8 +32,8 @@ import tensorflow as tf
 import tfmw
 from tests.programs import _result
 from tests.programs.counting import Counts
-from tfmw.checkpoint.store import BackupStore
 from tfmw.errors import Preempted
+from tfmw.train.checkpoint.store import BackupStore
 
 N, BATCH = 40, 8  # 5 steps in an epoch
 rng = np.random.default_rng(0)
@@ -167,7 +167,7 @@ def run(scenario: Scenario, folder: Path, interrupted: bool) -> dict[str, Any]:
 
 
 def state_of(model: keras.Model) -> list[Any]:
-    from tfmw.keras_compat import placement
+    from tfmw.compat import placement
 
     return placement.all_variables(model)
 

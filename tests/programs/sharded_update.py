@@ -23,11 +23,11 @@ import tensorflow as tf
 import tfmw
 from tests.programs._result import write
 from tests.programs.several_devices import several_devices
-from tfmw.keras_compat import local_updates, losses, models
-from tfmw.keras_compat.local_updates import FUSED_UPDATE
-from tfmw.mirrored import sharded_update
-from tfmw.mirrored.collectives import connection, listener, reduction, transports
-from tfmw.mirrored.sharded_update import ShardedUpdate
+from tfmw.compat import local_updates, losses, models
+from tfmw.compat.local_updates import FUSED_UPDATE
+from tfmw.train.mirrored import sharded_update
+from tfmw.train.mirrored.collectives import connection, listener, reduction, transports
+from tfmw.train.mirrored.sharded_update import ShardedUpdate
 
 o = keras.optimizers
 

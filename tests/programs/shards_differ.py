@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmw
-from tfmw.mirrored.sync_driver import SyncDriver
+from tfmw.train.mirrored.sync_driver import SyncDriver
 
 cluster = tfmw.init()
 run_steps = SyncDriver.run_steps

@@ -18,7 +18,7 @@ import tfmw
 from bench.forecast import exchanges_of
 from tests.programs import _result
 from tfmw import strategies
-from tfmw.mirrored.collectives.connection import ring_of
+from tfmw.train.mirrored.collectives.connection import ring_of
 
 folder = Path(sys.argv[1])
 EPOCHS, STEPS, BATCH, KILLED_AT, SLEEP_S, SIZE = 3, 8, 8, 11, 0.02, 700

@@ -20,7 +20,7 @@ from wandb.integration.keras import WandbMetricsLogger, WandbModelCheckpoint
 import tfmw
 from tests.helpers.wandb_rows import wandb_rows
 from tests.programs import _result
-from tfmw.callbacks.log import flush_events
+from tfmw.train.callbacks.log import flush_events
 
 folder, by_keras = Path(sys.argv[1]), len(sys.argv) > 2
 EPOCHS, STEPS, KILLED_AT = 2, 6, 9

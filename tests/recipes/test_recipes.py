@@ -21,7 +21,7 @@ from tests.helpers.by_hand import free_addresses
 from tests.helpers.cases import cases
 from tests.helpers.cluster import ONE_THREAD, ROOT
 from tfmw import Cluster, UsageError
-from tfmw.export import verify
+from tfmw.train.saved_model import verify_export as verify
 
 DIGITS = ROOT / "recipes" / "digits.py"
 PREDICT = ROOT / "recipes" / "predict.py"

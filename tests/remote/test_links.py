@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from tfmw.engines.agent import wait_connected
+from tfmw.cluster import sockets
 from tfmw.errors import TfmwError
+from tfmw.launcher.engines.agent import wait_connected
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
-from tfmw.remote.links import MAX_STRANGERS, Forged, Frames, Links, Timing, session_key
-from tfmw.remote.messages import (
+from tfmw.launcher.remote.links import MAX_STRANGERS, Forged, Frames, Links, Timing, session_key
+from tfmw.launcher.remote.messages import (
     BackupFiles,
     End,
     Ended,
@@ -33,7 +34,6 @@ from tfmw.remote.messages import (
     decode,
     encode,
 )
-from tfmw.runtime import sockets
 
 TOKEN = b"the token of these tests"
 PATIENT = Timing(beat_s=0.1, silence_s=10.0, hello_s=10.0)

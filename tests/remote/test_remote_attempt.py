@@ -6,8 +6,8 @@ import math
 
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
-from tfmw.remote.messages import EndReport
-from tfmw.remote.remote_attempt import RemoteAttempt
+from tfmw.launcher.remote.messages import EndReport
+from tfmw.launcher.remote.remote_attempt import RemoteAttempt
 
 GRACE_S = 7.0
 DONE = EndReport(done=True, step=5)

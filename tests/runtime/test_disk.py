@@ -14,14 +14,14 @@ import pytest
 
 from tests.helpers.backup_points import lacking
 from tests.helpers.threads import in_threads
-from tfmw.runtime import disk
-from tfmw.runtime.disk import file_lock, holder_of
+from tfmw.storage import disk
+from tfmw.storage.disk import file_lock, holder_of
 
 
 def test_another_process_is_refused_while_the_lock_is_held(tmp_path):
     path = str(tmp_path / "LOCK")
     program = """import sys
-from tfmw.runtime.disk import file_lock
+from tfmw.storage.disk import file_lock
 with file_lock(sys.argv[1]):
     pass
 """

@@ -9,9 +9,9 @@ import pytest
 from tests.helpers.certificates import certificate
 from tests.helpers.etcd import etcd
 from tfmw.errors import UsageError
-from tfmw.hosts.lease import lease_of
-from tfmw.runtime import fence
-from tfmw.runtime.etcd import Client, hosts_of, key_of, with_key
+from tfmw.launcher.hosts.lease import lease_of
+from tfmw.storage import fence
+from tfmw.storage.etcd import Client, hosts_of, key_of, with_key
 
 
 def test_parts_of_a_url() -> None:

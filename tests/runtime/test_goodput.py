@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tfmw.runtime import goodput
-from tfmw.runtime.goodput import OTHER, START, Account, Division, line
-from tfmw.runtime.step_times import StepTimes
+from tfmw.observe import goodput
+from tfmw.observe.goodput import OTHER, START, Account, Division, line
+from tfmw.observe.step_times import StepTimes
 
 
 class Clock:

@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from tfmw.cluster import joining
-from tfmw.runtime import memory
+from tfmw.cluster import joining, memory
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 MB = 1 << 20

@@ -8,7 +8,7 @@ from concurrent import futures
 import pytest
 
 from tfmw.launcher.process import TaskFiles
-from tfmw.runtime import progress
+from tfmw.observe import progress
 
 
 @pytest.fixture

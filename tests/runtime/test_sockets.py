@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from tfmw.runtime.sockets import addresses_of, end_connections, limit_silence
+from tfmw.cluster.sockets import addresses_of, end_connections, limit_silence
 
 
 def open_files() -> int:

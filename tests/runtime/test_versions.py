@@ -7,7 +7,7 @@ import importlib.metadata
 import keras
 import pytest
 
-from tfmw.runtime.versions import common_versions
+from tfmw.cluster.versions import common_versions
 
 
 def test_a_package_that_is_installed_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:

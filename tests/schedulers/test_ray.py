@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cluster import ONE_THREAD, ROOT
-from tfmw.export import verify
+from tfmw.train.saved_model import verify_export as verify
 
 
 @pytest.mark.multiprocess

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.keras_compat import table_variables
+from tfmw.compat import table_variables
 
 SHAPE = [301, 7]  # blocks begin at elements that are no multiple of 4
 RANGES = [(0, 301), (0, 1), (1, 2), (100, 173), (173, 301), (300, 301)]

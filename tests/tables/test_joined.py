@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.keras_compat.table_variables import NewVariable
-from tfmw.parameter_server.updates import ServerRows
+from tfmw.compat.table_variables import NewVariable
 from tfmw.tables import creation, joined, shards, table
 from tfmw.tables.creation import _Creation
 from tfmw.tables.joined import Joined, JoinedRows
 from tfmw.tables.shards import MultiTableLookup, VariableShard, look_up
+from tfmw.train.parameter_server.updates import ServerRows
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 
 from bench.figures import Figure, history, record, slower
 from tests.helpers.cluster import tfmw_command
-from tfmw.tools.bench import PARTS, ROUND_S, Cost, report
+from tfmw.cli.bench import PARTS, ROUND_S, Cost, report
 
 MEASURED = Cost(workers=2, compute=0.030, communication=0.012, input=0.0)
 
@@ -54,7 +54,7 @@ def test_the_command_on_two_workers(tmp_path):
         "    def compute_output_shape(self, shape):\n"
         "        return shape\n"
         # A slow network, so that a busy machine cannot hide what is sent.
-        "from tfmw.mirrored.collectives.ring import Ring\n"
+        "from tfmw.train.mirrored.collectives.ring import Ring\n"
         "reduce_scatter = Ring.reduce_scatter\n"
         "def slow_network(self, *args, **options):\n"
         "    time.sleep(0.1)\n"

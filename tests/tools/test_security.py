@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cluster import ROOT
-from tfmw.tools import reports
+from tfmw.cli import reports
 
 SECRETS = {
     "WANDB_API_KEY": "hush-1",

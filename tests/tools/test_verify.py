@@ -10,9 +10,9 @@ import keras
 import numpy as np
 import pytest
 
-from tfmw.checkpoint.store import BackupStore
-from tfmw.export import export
-from tfmw.tools.reports import problems_of
+from tfmw.cli.reports import problems_of
+from tfmw.train.checkpoint.store import BackupStore
+from tfmw.train.saved_model import export
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfmw.trackers import logs_to_tracker
+from tfmw.observe.trackers import logs_to_tracker
 
 
 def module(name: str) -> Any:

@@ -11,8 +11,8 @@ import tensorflow as tf
 from tests.helpers.cases import cases
 from tfmw import data
 from tfmw.cluster.group import Group
-from tfmw.keras_compat.shuffles import ShuffleSeeds
-from tfmw.training.epoch_iterator import EpochIterator, Position
+from tfmw.compat.shuffles import ShuffleSeeds
+from tfmw.train.epoch_iterator import EpochIterator, Position
 
 EXAMPLES = 22
 

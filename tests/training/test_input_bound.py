@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.keras_compat import datasets
-from tfmw.runtime.step_times import StepTimes
-from tfmw.training import reporter
-from tfmw.training.reporter import InputBound
+from tfmw.compat import datasets
+from tfmw.observe.step_times import StepTimes
+from tfmw.train import reporter
+from tfmw.train.reporter import InputBound
 
 
 def read(dataset: tf.data.Dataset, elements: int = 10) -> Any:

@@ -19,13 +19,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import tfmw
 from tests.helpers.cluster import PROGRAMS, ROOT, tfmw_command
+from tfmw.cluster.sockets import reserved_ports
 from tfmw.errors import UsageError
-from tfmw.launcher import metrics_server
-from tfmw.launcher.metrics_server import METRICS_FILE
-from tfmw.runtime.goodput import PARTS
-from tfmw.runtime.sockets import reserved_ports
-from tfmw.runtime.step_times import StepTimes
-from tfmw.training.reporter import Reporter
+from tfmw.observe import metrics_server
+from tfmw.observe.goodput import PARTS
+from tfmw.observe.metrics_server import METRICS_FILE
+from tfmw.observe.step_times import StepTimes
+from tfmw.train.reporter import Reporter
 
 PATIENCE_S = 120
 

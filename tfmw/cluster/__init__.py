@@ -9,8 +9,8 @@ Read `cluster.py` first: the value `Cluster`.
 * `group`: small values between workers during training; `wire`: arrays, over connections.
 * `check`: `tfmw check`.
 
-May import: `tfmw.keras_compat`, `tfmw.runtime`, `tfmw.errors`. Importing this package loads no
-TensorFlow.
+May import: `tfmw.compat`, `tfmw.observe`, `tfmw.storage`, `tfmw.errors`. Importing this package
+loads no TensorFlow.
 """
 
 from tfmw.cluster.cluster import Cluster

@@ -15,8 +15,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from tfmw.cluster import sockets
 from tfmw.errors import ClusterError
-from tfmw.runtime import sockets
 
 DEFAULT_PORT = 2222
 

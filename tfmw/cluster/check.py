@@ -26,7 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from tfmw.cluster import addresses, shared_directories
+from tfmw.cluster import addresses, shared_directories, sockets
+from tfmw.cluster import versions as installed
 from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.handshake import (
     Channel,
@@ -36,8 +37,7 @@ from tfmw.cluster.handshake import (
     serve_hellos,
 )
 from tfmw.errors import ClusterError
-from tfmw.runtime import disk, sockets
-from tfmw.runtime import versions as installed
+from tfmw.storage import disk
 
 _PROTOCOL = "check"
 _CONNECT_S = 5.0

@@ -24,9 +24,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.cluster import leaving
+from tfmw.compat import placement, runtime
 from tfmw.errors import UsageError
-from tfmw.keras_compat import placement, runtime
-from tfmw.runtime.recorded_errors import ECHO
+from tfmw.observe.recorded_errors import ECHO
 
 # A message of the coordination service may have 4 MB; base64 adds a third.
 _PIECE = 2 << 20

@@ -34,8 +34,8 @@ from typing import Any
 
 from tfmw.cluster import addresses, wire
 from tfmw.errors import ClusterError, TfmwError
-from tfmw.runtime.fence import ATTEMPT
-from tfmw.trackers import RUN_ID
+from tfmw.observe.trackers import RUN_ID
+from tfmw.storage.fence import ATTEMPT
 
 logger = logging.getLogger("tfmw")
 

@@ -13,14 +13,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfmw import trackers
 from tfmw.cluster import membership, rendezvous
 from tfmw.cluster.cluster import Cluster
+from tfmw.cluster.imports import quick_imports
 from tfmw.cluster.membership import JoinedCluster
+from tfmw.cluster.memory import usable_bytes
+from tfmw.cluster.versions import common_versions
 from tfmw.errors import UsageError
-from tfmw.runtime.imports import quick_imports
-from tfmw.runtime.memory import usable_bytes
-from tfmw.runtime.versions import common_versions
+from tfmw.observe import trackers
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -142,7 +142,7 @@ def _join_multi_worker(
     with quick_imports():
         import tensorflow as tf
 
-        from tfmw.keras_compat import runtime
+        from tfmw.compat import runtime
 
     _bound_threads()
     if collectives in ("auto", "tfmw"):
@@ -212,7 +212,7 @@ def _join_parameter_servers(
 
 def _guard_models(cluster: Cluster) -> None:
     """Makes Keras's own `model.fit` raise from now on: it would train in this process only."""
-    from tfmw.keras_compat.model_methods import guard_models
+    from tfmw.compat.model_methods import guard_models
 
     def refuse() -> None:
         raise UsageError(
@@ -299,7 +299,7 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 def _require_not_started() -> None:
     if "tensorflow" not in sys.modules:
         return
-    from tfmw.keras_compat import runtime
+    from tfmw.compat import runtime
 
     if runtime.runtime_started():
         raise UsageError(

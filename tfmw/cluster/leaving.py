@@ -23,10 +23,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw.cluster import Cluster
+from tfmw.compat import runtime
 from tfmw.errors import UsageError
-from tfmw.keras_compat import runtime
-from tfmw.runtime.progress import AT_THE_END, blocking_call
-from tfmw.runtime.stacks import users_call
+from tfmw.observe.progress import AT_THE_END, blocking_call
+from tfmw.observe.stacks import users_call
 
 _LOOK_S = 2.0  # between two looks for tasks that have ended, of a task that waits as long
 _SLICE_S = 5.0  # of a wait at the end, after which the tasks that are missing are probed

@@ -24,7 +24,7 @@ from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.handshake import token
 from tfmw.cluster.servers import ControlServer, ServerSettings
 from tfmw.errors import TfmwError
-from tfmw.runtime.recorded_errors import ECHO, is_secondary
+from tfmw.observe.recorded_errors import ECHO, is_secondary
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -215,7 +215,7 @@ def report_failure(error: BaseException) -> None:
 def _report(joined: JoinedCluster, error: BaseException) -> None:
     import tensorflow as tf
 
-    from tfmw.keras_compat import runtime
+    from tfmw.compat import runtime
 
     if is_secondary(error):
         return

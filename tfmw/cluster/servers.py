@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfmw.cluster import Cluster, addresses
+from tfmw.cluster import Cluster, addresses, sockets
 from tfmw.cluster.handshake import (
     Channel,
     TaskDescription,
@@ -38,10 +38,9 @@ from tfmw.cluster.handshake import (
     notice_of_waiting,
     serve_hellos,
 )
+from tfmw.cluster.sockets import addresses_of, end_connections, limit_silence
 from tfmw.errors import ClusterError, TaskFailed, TfmwError, UsageError
-from tfmw.runtime import sockets
-from tfmw.runtime.recorded_errors import ECHO
-from tfmw.runtime.sockets import addresses_of, end_connections, limit_silence
+from tfmw.observe.recorded_errors import ECHO
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tfmw.runtime.disk import is_local
+from tfmw.storage.disk import is_local
 
 _RETRY_S = 0.1
 

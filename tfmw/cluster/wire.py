@@ -25,8 +25,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfmw.cluster import addresses
-from tfmw.runtime import sockets
+from tfmw.cluster import addresses, sockets
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,7 +4,7 @@ Read `sharding.py` first: it chooses between the ways to shard, and `values.py` 
 and results. `source.py` reads the data that users pass to `fit`, `order.py` makes its order equal
 on all workers, `seek.py` begins a pipeline in its middle.
 
-May import: `tfmw.cluster`, `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.runtime`, `tfmw.errors`.
+May import: `tfmw.cluster`, `tfmw.compat`, `tfmw.observe`, `tfmw.errors`.
 """
 
 from tfmw.data.batches import examples_of, first_rows, gather_rows, map_tensors

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmw.compat import datasets, rebuilding
 from tfmw.data.values import INFINITE, Sharding
-from tfmw.keras_compat import datasets, rebuilding
 
 # tfmw's own functions on batches have no Python control flow to convert. Each conversion would take
 # about 0.1 s, also after each restart.

@@ -20,10 +20,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmw.compat import datasets, rebuilding
 from tfmw.data.batches import ENDLESS, input_of, steps_in, without_autograph
 from tfmw.data.values import INFINITE
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets, rebuilding
 
 
 @dataclasses.dataclass(frozen=True)

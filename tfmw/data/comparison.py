@@ -26,9 +26,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmw.compat import datasets, rebuilding
 from tfmw.data.values import Sharding
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets, rebuilding
 
 _VALUES = 16  # number of values compared of an array
 _FILES = 8  # number of files opened

@@ -21,10 +21,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmw.cluster import membership, wire
+from tfmw.cluster import membership, sockets, wire
 from tfmw.cluster.group import Group
 from tfmw.data.random_state import random_state
-from tfmw.runtime import sockets
 
 Key = tuple[int, int]  # (number of the epoch, index of the batch)
 

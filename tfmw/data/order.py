@@ -12,6 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmw.compat import datasets, rebuilding
+from tfmw.compat.rebuilding import file_reader
+from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.data.batches import input_of
 from tfmw.data.reshuffles import (
     SEED_INPUTS,
@@ -26,9 +29,6 @@ from tfmw.data.reshuffles import (
 )
 from tfmw.data.values import Order
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets, rebuilding
-from tfmw.keras_compat.rebuilding import file_reader
-from tfmw.keras_compat.shuffles import ShuffleSeeds
 
 
 def ordered(dataset: tf.data.Dataset, order: Order) -> tuple[tf.data.Dataset, Reshuffles]:

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from tfmw.cluster.group import Group
+from tfmw.compat import datasets
 from tfmw.data.divided_work import DividedBatches, divided
 from tfmw.data.random_state import (
     as_python_state,
@@ -24,7 +25,6 @@ from tfmw.data.random_state import (
     restore_random_state,
 )
 from tfmw.data.values import EpochHooks
-from tfmw.keras_compat import datasets
 
 
 class OrderedPyDataset(keras.utils.PyDataset):

@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmw.compat import datasets, rebuilding
+from tfmw.compat.rebuilding import FileReader, file_reader
+from tfmw.compat.shuffles import ShuffleOrder
 from tfmw.data import record_index
 from tfmw.data.batches import steps_in
 from tfmw.data.by_index import Rows, from_index, stacked
 from tfmw.data.values import INFINITE, Order
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets, rebuilding
-from tfmw.keras_compat.rebuilding import FileReader, file_reader
-from tfmw.keras_compat.shuffles import ShuffleOrder
 
 logger = logging.getLogger("tfmw")
 

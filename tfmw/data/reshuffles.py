@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfmw.keras_compat import datasets
-from tfmw.keras_compat.graph import inputs_first
-from tfmw.keras_compat.shuffles import ShuffleSeeds
+from tfmw.compat import datasets
+from tfmw.compat.graph import inputs_first
+from tfmw.compat.shuffles import ShuffleSeeds
 
 if TYPE_CHECKING:
     from tfmw.data.seek import PassStart

@@ -20,14 +20,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
+from tfmw.compat import datasets, rebuilding, shuffles
+from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.data.batches import beneath, deterministic, input_of, steps_in, without_autograph
 from tfmw.data.by_index import element_at, has_index, peeled
 from tfmw.data.order import ordered
 from tfmw.data.record_files import FileRecords
 from tfmw.data.reshuffles import Reshuffles, small_of
 from tfmw.data.values import INFINITE, Order
-from tfmw.keras_compat import datasets, rebuilding, shuffles
-from tfmw.keras_compat.shuffles import ShuffleSeeds
 
 logger = logging.getLogger("tfmw")
 

@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmw.compat import datasets, rebuilding
 from tfmw.data.batches import (
     beneath,
     deterministic,
@@ -67,7 +68,6 @@ from tfmw.data.whole_batches import (
     step_of,
     with_unknown_totals,
 )
-from tfmw.keras_compat import datasets, rebuilding
 
 
 def shard_dataset(

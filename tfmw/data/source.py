@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmw.compat import datasets
 from tfmw.data.batches import deterministic, spec_of, without_autograph
 from tfmw.data.comparison import refuse_different
 from tfmw.data.grain_datasets import GrainHooks, by_index, is_grain
@@ -20,7 +21,6 @@ from tfmw.data.sharding import shard_dataset
 from tfmw.data.values import Order, Shard, Sharding
 from tfmw.data.whole_batches import shard_function
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets
 
 
 @dataclasses.dataclass(frozen=True)

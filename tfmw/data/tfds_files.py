@@ -73,7 +73,7 @@ def tfds(
     def dataset_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
         import tensorflow_datasets
 
-        from tfmw import datasets
+        from tfmw.data import datasets
 
         per_replica, remainder = divmod(batch_size, context.num_replicas_in_sync)
         if remainder:

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.cluster.group import Group
+from tfmw.compat import rebuilding
 from tfmw.data.reshuffles import Reshuffles
-from tfmw.keras_compat import rebuilding
 
 INFINITE = -1
 """`Shard.steps` of an infinite dataset."""

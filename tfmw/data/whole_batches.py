@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmw.compat import datasets, rebuilding
 from tfmw.data.batches import (
     beneath,
     deterministic,
@@ -37,7 +38,6 @@ from tfmw.data.order import reshuffles_of
 from tfmw.data.seek import seek
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets, rebuilding
 
 
 def of_one_replica(dataset: tf.data.Dataset, read_ahead: bool = True) -> Shard:

@@ -11,5 +11,9 @@ hang. `options.py` is what a user asks for.
 `isolation.py` creates a private network for tasks; `network.py` decides whether to use it, and
 connects tasks to servers outside by `proxy.py`.
 
-May import: `tfmw.cluster`, `tfmw.runtime`, `tfmw.errors`. Nothing here imports TensorFlow.
+Over it, `hosts/` has the supervisors of several hosts, `engines/` has Ray, Slurm and Spark, and
+`remote/` has attempts on several machines, which both of them share.
+
+May import: `tfmw.cluster`, `tfmw.observe`, `tfmw.storage`, `tfmw.errors`. Nothing here imports
+TensorFlow.
 """

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Protocol
 
 from tfmw.cluster.cluster import MEMBER
+from tfmw.cluster.signals import Signals
+from tfmw.cluster.sockets import reserved_ports
 from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher import run_files
 from tfmw.launcher.environment import gpu_note, visible_devices
-from tfmw.launcher.exchanges import missing
 from tfmw.launcher.failure import Diagnosis, Failure
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display, OutputPump
@@ -36,10 +37,9 @@ from tfmw.launcher.restart import backoff_s, restarts_alone, when
 from tfmw.launcher.run_status import RunStatus, sentence
 from tfmw.launcher.spawn import Spawner
 from tfmw.launcher.watchdog import LAG_S, STOPPED_TIMEOUT_S, HungTask, TaskStatus, Watchdog
-from tfmw.runtime.goodput import Division
-from tfmw.runtime.progress import AT_THE_END
-from tfmw.runtime.signals import Signals
-from tfmw.runtime.sockets import reserved_ports
+from tfmw.observe.exchanges import missing
+from tfmw.observe.goodput import Division
+from tfmw.observe.progress import AT_THE_END
 
 SETTLE_S = 0.5
 """Seconds to wait for the root cause if the first failure only reports a lost peer."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from tfmw.cluster.cluster import MEMBERS, ROUNDS
+from tfmw.cluster.signals import Signals
 from tfmw.errors import UsageError
 from tfmw.launcher import call
 from tfmw.launcher.attempt import Attempt, AttemptContext
@@ -33,10 +34,9 @@ from tfmw.launcher.result import Result, exit_status
 from tfmw.launcher.run_files import published
 from tfmw.launcher.run_status import RunStatus
 from tfmw.launcher.spawn import Spawner
-from tfmw.runtime import goodput
-from tfmw.runtime.goodput import Division
-from tfmw.runtime.signals import Signals
-from tfmw.trackers import RUN_ID
+from tfmw.observe import goodput
+from tfmw.observe.goodput import Division
+from tfmw.observe.trackers import RUN_ID
 
 _END_S = 5.0  # in which the server of elastic rounds ends
 _LOOK_S = 0.05  # between two looks for a signal
@@ -108,7 +108,7 @@ def _served_rounds(workers: int, environ: Mapping[str, str]) -> Iterator[dict[st
         yield {}
         return
     token = environ.get("TFMW_TOKEN") or secrets.token_hex(32)
-    command = [sys.executable, "-m", "tfmw.local_sgd.round_server"]
+    command = [sys.executable, "-m", "tfmw.train.local_sgd.round_server"]
     with subprocess.Popen(
         [*command, "--members", str(workers), "--host", "127.0.0.1"],
         stdin=subprocess.PIPE,

@@ -316,7 +316,7 @@ def _import_everything() -> None:
     """Imports all public modules of tfmw, and with them TensorFlow and Keras."""
     with contextlib.suppress(Exception):  # a task meets and reports the same error
         import tfmw
-        from tfmw.runtime.imports import quick_imports
+        from tfmw.cluster.imports import quick_imports
 
         with quick_imports():
             for name in tfmw.__all__:

@@ -19,11 +19,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tfmw.cluster.sockets import ephemeral_ports
 from tfmw.errors import UsageError
 from tfmw.launcher import isolation
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import AutoOnOff
-from tfmw.runtime.sockets import ephemeral_ports
 
 MAX_CONNECTIONS = 256
 """Connections to outside at a time, of all tasks; more are closed at once."""

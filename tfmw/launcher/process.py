@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tfmw.cluster.signals import STACKS, STACKS_FILE
 from tfmw.launcher import call
 from tfmw.launcher.spawn import Spawner
-from tfmw.runtime.goodput import Division
-from tfmw.runtime.progress import PROGRESS_FILE, Progress
-from tfmw.runtime.recorded_errors import ERROR_FILE
-from tfmw.runtime.recorder import EXCHANGES_FILE, RecordedExchange, make_file, read_exchanges
-from tfmw.runtime.signals import STACKS, STACKS_FILE
+from tfmw.observe.goodput import Division
+from tfmw.observe.progress import PROGRESS_FILE, Progress
+from tfmw.observe.recorded_errors import ERROR_FILE
+from tfmw.observe.recorder import EXCHANGES_FILE, RecordedExchange, make_file, read_exchanges
 
 _POLL_S = 0.02  # between two looks at a file of stacks
 

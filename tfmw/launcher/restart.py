@@ -20,7 +20,7 @@ from typing import Any
 
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
-from tfmw.runtime.goodput import Division
+from tfmw.observe.goodput import Division
 
 LONGEST_DELAY_S = 30.0
 

@@ -7,9 +7,9 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from tfmw.cluster.signals import LEAVE
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.failure import Failure, describe_status
-from tfmw.runtime.signals import LEAVE
 
 
 @dataclasses.dataclass(frozen=True)

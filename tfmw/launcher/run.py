@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tfmw.cluster import Cluster
+from tfmw.cluster.signals import Signals
 from tfmw.errors import PREEMPTED, Preempted, TaskFailed, UsageError, is_whole
 from tfmw.launcher import call, run_files
 from tfmw.launcher.attempts import run_locally
@@ -37,7 +38,6 @@ from tfmw.launcher.environment import compute_with_onednn, require_working_direc
 from tfmw.launcher.options import AutoOnOff, LocalRun, RunOptions
 from tfmw.launcher.result import Result
 from tfmw.launcher.spawn import TASK_COMMAND
-from tfmw.runtime.signals import Signals
 
 
 def launch_tasks(

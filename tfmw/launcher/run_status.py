@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from tfmw.cluster.addresses import split
-from tfmw.launcher.exchanges import (
+from tfmw.launcher.failure import describe_status
+from tfmw.launcher.process import TaskFiles, divisions, task_name
+from tfmw.observe import goodput
+from tfmw.observe.exchanges import (
     Missing,
     ended_at,
     input_seconds,
@@ -31,13 +34,10 @@ from tfmw.launcher.exchanges import (
     straggler,
     waiting_share,
 )
-from tfmw.launcher.failure import describe_status
-from tfmw.launcher.process import TaskFiles, divisions, task_name
-from tfmw.runtime import goodput
-from tfmw.runtime.goodput import Division
-from tfmw.runtime.progress import JOINED, NOT_UP, UP
-from tfmw.runtime.recorder import NOBODY, RecordedExchange
-from tfmw.runtime.stacks import is_installed
+from tfmw.observe.goodput import Division
+from tfmw.observe.progress import JOINED, NOT_UP, UP
+from tfmw.observe.recorder import NOBODY, RecordedExchange
+from tfmw.observe.stacks import is_installed
 
 STACKS_S = 2.0
 """Seconds in which a task writes its stacks."""

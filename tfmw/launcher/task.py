@@ -72,7 +72,7 @@ def _write_stacks_on_request() -> None:
     import contextlib
     import faulthandler
 
-    from tfmw.runtime.signals import STACKS, STACKS_FILE
+    from tfmw.cluster.signals import STACKS, STACKS_FILE
 
     path = os.environ.get(STACKS_FILE, "")
     with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ def _end_without_launcher() -> None:
     """Does what a launcher does at the end of a run: the chief prints its goodput."""
     from tfmw.cluster import Cluster
     from tfmw.launcher.run_files import remove_files
-    from tfmw.runtime import goodput
+    from tfmw.observe import goodput
 
     line = goodput.line({"": goodput.division()})
     if line is not None and Cluster.resolve(os.environ).is_chief:
@@ -99,8 +99,8 @@ def main(argv: list[str]) -> int:
 
     from tfmw.errors import PREEMPTED, UsageError
     from tfmw.launcher.call import receive
-    from tfmw.runtime import progress
-    from tfmw.runtime.recorded_errors import ERROR_FILE, record_error
+    from tfmw.observe import progress
+    from tfmw.observe.recorded_errors import ERROR_FILE, record_error
 
     faulthandler.enable()
     # With this signal the launcher requests the stacks of tasks that hang.

@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from tfmw.runtime.progress import JOINED, NOT_UP, UP
+from tfmw.observe.progress import JOINED, NOT_UP, UP
 
 STOPPED_TIMEOUT_S = 5.0
 """Seconds in which a stopped task may continue. TensorFlow's other tasks fail after 10."""
@@ -26,7 +26,7 @@ LAG_S = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class TaskStatus:
-    """The state of one running task: its name, and its last report (`tfmw.runtime.progress`)."""
+    """The state of one running task: its name, and its last report (`tfmw.observe.progress`)."""
 
     task: str
     step: int

@@ -10,5 +10,5 @@ which variables become tables, and fills them on their servers, small ones in on
 (`joined.py`). `files.py` has tables in checkpoints, those of SavedModels too; `row_files.py` has
 the files in which a SavedModel may look rows up instead.
 
-May import: `tfmw.keras_compat`, `tfmw.storage`, `tfmw.errors`.
+May import: `tfmw.compat`, `tfmw.storage`, `tfmw.errors`.
 """

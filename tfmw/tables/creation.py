@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.keras_compat import models, table_variables
-from tfmw.keras_compat.table_variables import NewVariable, Partitioning
+from tfmw.compat import models, table_variables
+from tfmw.compat.table_variables import NewVariable, Partitioning
 from tfmw.tables.joined import Joined, JoinedRows, may_join
 from tfmw.tables.shards import VariableShard, blocks, server
 from tfmw.tables.table import Table, store_rows, table_of

@@ -16,10 +16,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw import storage
+from tfmw.compat import models, table_variables
 from tfmw.errors import TfmwError
-from tfmw.keras_compat import models, table_variables
-from tfmw.runtime import disk
+from tfmw.storage import directories, disk
 from tfmw.tables.shards import on_each, require_written, server
 from tfmw.tables.table import Slice, Table, slices, store_rows, tables_among
 
@@ -248,7 +247,7 @@ def write_checkpoint(
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=prefixes, destination_prefix=prefix, delete_old_dirs=False
         )
-    storage.remove(parts)
+    directories.remove(parts)
 
 
 @contextlib.contextmanager
@@ -273,14 +272,14 @@ def whole_tables(variables: Iterable[object]) -> Iterator[ExportedTables]:
             return
         prefix = posixpath.join(directory, "variables", "variables")
         tables, tensors = {}, {}
-        with storage.checkpoint_reader(prefix) as reader:
+        with directories.checkpoint_reader(prefix) as reader:
             for name in sorted(reader.get_variable_to_shape_map()):
                 tensor = reader.get_tensor(name)
                 if isinstance(tensor, bytes) and tensor in found:
                     tables[name] = found[tensor]
                 else:
                     tensors[name] = tensor
-        for file in storage.files_of(f"{prefix}."):
+        for file in directories.files_of(f"{prefix}."):
             tf.io.gfile.remove(file)
         write_checkpoint(prefix, TableFiles(tables).write, tensors)
 

@@ -25,9 +25,9 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from tfmw.compat import models, table_variables
 from tfmw.errors import TfmwError
-from tfmw.keras_compat import models, table_variables
-from tfmw.runtime import disk
+from tfmw.storage import disk
 from tfmw.tables.files import ExportedTables
 from tfmw.tables.shards import VariableShard, on_each, require_written, server
 from tfmw.tables.table import NeedsAllRows, Slice, Table, slices, tables_among

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfmw.keras_compat import parameter_servers
+from tfmw.compat import parameter_servers
 from tfmw.tables.joined import JoinedRows
 
 BLOCK_BYTES = 64 << 20

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from tfmw.compat import models, parameter_servers
 from tfmw.errors import TfmwError, UsageError
-from tfmw.keras_compat import models, parameter_servers
 from tfmw.tables.shards import VariableShard, blocks, look_up, read_whole, server
 
 _numbers = itertools.count()

@@ -1,0 +1,442 @@
+"""The command `tfmw`.
+
+    tfmw run --workers 2 train.py --epochs 3      # a cluster on this machine
+    tfmw run --hosts h0,h1 train.py --epochs 3    # on h0 and on h1: one task on each
+    tfmw run --hosts h0,h1 --max-restarts 9 train.py --backup_dir=/shared/run7   # hosts may die
+    srun tfmw run train.py --epochs 3             # one task of a cluster that srun starts
+    tfmw env                                      # a report to paste in an issue
+    tfmw check --hosts h0,h1 --backup-dir /shared # on h0 and on h1: tests the cluster
+    tfmw check /shared/run7 build/model           # verifies backups and exports
+    tfmw bench --workers 2 train.py:make          # measures the parts of a step's time
+    tfmw status                                   # what this user's runs are doing
+    tfmw stacks                                   # the Python stacks of a run's tasks
+    tfmw submit --on slurm --workers 8 train.py   # a job on Slurm, Ray, Spark or this machine
+    tfmw jobs, tfmw logs ID, tfmw cancel ID       # what became of it
+    tfmw token                                    # a secret for the supervisors of several hosts
+
+Options accept hyphens and underscores. Exit status: 0 all done, 1 a task or a check failed, 2 wrong
+usage or wrong cluster description, 75 the tasks saved their state and must be run again, 128 + n
+ended by signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tfmw import __version__
+from tfmw.cli import jobs
+from tfmw.cluster import Cluster
+from tfmw.errors import UsageError
+from tfmw.launcher.options import RunOptions
+from tfmw.launcher.output import say
+
+# What the command line reads for a metavar, or for a flag; a directory of `check` may be a URL.
+_TYPES: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys("NMKI", int),
+    "S": float,
+    **dict.fromkeys(("--log-dir", "--trace", "--token-file"), Path),
+}
+
+# Field of `RunOptions` -> the attribute of its flag.
+_RUN_FIELDS = {f.name: f.name.removesuffix("_s") for f in dataclasses.fields(RunOptions)}
+
+_HOSTS = {
+    "--hosts H0,H1": "all hosts of the cluster, the chief's first; the same list on every host; "
+    "default port: 2222",
+    "--host-index I": "index of this host in --hosts, from 0; default: the index of the one with "
+    "an address of this machine",
+}
+
+_CHECK_OPTIONS = {
+    **_HOSTS,
+    "--ps N": "number of parameter servers, on the last hosts; default: 0",
+    "--backup-dir DIR": "must be shared, and writable",
+    "--export-dir DIR": "must be shared, and writable",
+    "--timeout S": "seconds to wait for other tasks; default: 60",
+}
+
+_BENCH_OPTIONS = {
+    "--workers N": "processes; default: 2",
+    "--steps K": "steps per epoch; default: 20",
+}
+
+_RUN_OPTIONS = {
+    "cluster": {
+        "--workers N": "number of tasks that train",
+        "--ps N": "number of parameter servers; adds a chief; default: 0",
+        "--evaluator": "add an evaluator, which evaluates each backup",
+        **_HOSTS,
+    },
+    "failures of tasks": {
+        "--max-restarts N": "when a task dies, end the other tasks and restart all, from the "
+        "newest backup, up to N times; a worker of parameter servers and an evaluator restart "
+        "alone; default: 0",
+        "--min-workers M": "if a worker dies twice before its first step, continue without it, "
+        "with at least M",
+        "--elastic": "workers train apart and exchange weights in rounds (fit with sync_every=): "
+        "one that dies restarts alone, and the others continue without it (experimental)",
+        "--monitor-interval S": "seconds between two checks of the tasks; default: 0.05",
+        "--hang-timeout S": "a task without progress for S seconds after its first step hangs: "
+        "the stacks of all tasks go to their logs, and all tasks restart; default: 0, never",
+        "--start-timeout S": "seconds in which every task must start and join; 0: no limit; "
+        "default: 120",
+        "--preempt-grace S": "seconds in which the tasks save their state and exit after SIGTERM "
+        "or SIGUSR1; default: 30",
+    },
+    "processes": {
+        "--standby {auto,on,off}": "a standby process imports TensorFlow, and tasks are forked "
+        "from it, at first and after a failure; auto: with several tasks or --max-restarts; "
+        "default: auto",
+        "--isolate {auto,on,off}": "run the tasks in a private network: nobody else connects to "
+        "their ports, and they download through a proxy (http_proxy, https_proxy); auto: if the "
+        "system allows it; default: auto",
+    },
+    "failures of hosts (with --hosts and --max-restarts)": {
+        "--workers-per-host K": "number of workers on each host; default: 1",
+        "--min-hosts M": "if hosts are lost, continue with at least M of them; default: all",
+        "--rejoin-timeout S": "seconds to wait for missing hosts; default: 30",
+        "--rendezvous PLACE": "lock that elects the leading host: dir:/a/directory/that/all/share, "
+        "or etcd://host:2379/name; default: a directory in the script's --backup_dir",
+        "--token-file FILE": "file with the secret of all hosts, from tfmw token; default: the "
+        "variable TFMW_TOKEN",
+    },
+    "output": {
+        "--log-dir DIR": "keep each task's output in a folder in DIR",
+        "--trace DIR": "write DIR/trace.json, which Perfetto opens: steps, input, exchanges and "
+        "backups of all workers; needs --workers",
+        "--trace-steps A:B": "trace the steps after A, up to B or the end; default: all",
+        "--metrics-port [ADDRESS:]PORT": "serve step, rate, loss and more for Prometheus on this "
+        "port, of loopback or of ADDRESS: 0.0.0.0 for all of the machine's (needs tfmw[metrics])",
+    },
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises UsageError, whose message is one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if sys.stdout is None:  # >&-
+            raise UsageError("standard output is closed: redirect it, to /dev/null for example.")
+        status = _main(argv)
+    except UsageError as error:
+        print(f"tfmw: {error}", file=sys.stderr)
+        status = error.status
+    except BrokenPipeError:  # its reader has seen enough
+        status = 128 + signal.SIGPIPE
+    _flush(quiet=argv[:1] == ["run"])  # which has said it
+    return status
+
+
+def _flush(quiet: bool) -> None:
+    """Writes what is left of the output. At exit Python would do it, with a traceback."""
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError as error:
+            if stream is sys.stdout and not quiet and not isinstance(error, BrokenPipeError):
+                say(f"tfmw: standard output cannot be written ({error.strerror})")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def _main(argv: list[str]) -> int:
+    parser = _Parser(prog="tfmw", description="Multi-worker training for Keras 3.")
+    parser.add_argument("--version", action="version", version=f"tfmw {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _run_parser(commands)
+    commands.add_parser(
+        "env", help="versions, devices, cluster and environment, to paste in an issue"
+    ).set_defaults(main=_env)
+    commands.add_parser(
+        "token", help="make a secret for --hosts with --max-restarts (TFMW_TOKEN, --token-file)"
+    ).set_defaults(main=_token)
+    _check_parser(commands)
+    _bench_parser(commands)
+    jobs.add_parsers(commands)
+    program: list[str] = []
+    if argv[:1] in (["run"], ["submit"]):
+        own, program = _split(argv[1:], commands.choices[argv[0]])
+        argv = [argv[0], *own]
+    elif argv[:1] == ["check"]:
+        argv = list(map(_with_hyphens, argv))
+    options = parser.parse_args(argv, argparse.Namespace(program=program))
+    exit_status: int = options.main(options)
+    return exit_status
+
+
+def _env(options: argparse.Namespace) -> int:
+    from tfmw.cli import reports
+
+    print(reports.environment(os.environ))
+    return 0
+
+
+def _token(options: argparse.Namespace) -> int:
+    print(secrets.token_hex(32))
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from tfmw.cli import bench
+
+    return bench.main(options.target, options.workers, options.steps)
+
+
+def _add_options(parser: argparse._ActionsContainer, options: Mapping[str, str]) -> None:
+    """Adds options: {"--flag METAVAR": its help}. One without a metavar is a switch."""
+    for option, text in options.items():
+        flag, _, metavar = option.partition(" ")
+        if not metavar:
+            parser.add_argument(flag, action="store_true", help=text)
+        elif metavar.startswith("{"):
+            parser.add_argument(flag, choices=metavar.strip("{}").split(","), help=text)
+        else:
+            kind = _TYPES.get(flag) or _TYPES.get(metavar, str)
+            parser.add_argument(flag, type=kind, metavar=metavar, help=text)
+
+
+def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
+    check = commands.add_parser(
+        "check",
+        help="check a cluster before a run, or whether backups and exports are intact",
+        usage="tfmw check [--hosts H0,H1] [options], or tfmw check PATH ...",
+        description="Without PATH: tests whether a cluster will work. Run it on every task, at "
+        "about the same time, in the same way as the run: names, ports, each pair of tasks, "
+        "versions, GPUs, clocks, shared directories. With PATH: verifies the checksums of backups "
+        "and exports.",
+        epilog="Exit status: 0 all checks passed, 1 a check failed, 2 wrong usage or wrong cluster "
+        "description.",
+        allow_abbrev=False,
+    )
+    check.set_defaults(main=_check, ps=0, timeout=60.0)
+    check.add_argument("paths", nargs="*", metavar="PATH", help="a backup_dir or an export_dir")
+    _add_options(check, _CHECK_OPTIONS)
+
+
+def _bench_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure where the time of a training step goes, and predict it for more workers",
+        usage="tfmw bench [--workers N] [--steps K] (FILE.py|MODULE):FUNCTION",
+        description="FUNCTION returns (model, dataset) or (model, dataset, arguments of fit): a "
+        "compiled model, and a tf.data.Dataset batched by the global batch size. It is trained on "
+        "N new processes of this machine, with everything, without reducing gradients, and with "
+        "one batch kept in memory.",
+        allow_abbrev=False,
+    )
+    bench.set_defaults(main=_bench, workers=2, steps=20)
+    bench.add_argument("target", metavar="FILE.py:FUNCTION", help="the function")
+    _add_options(bench, _BENCH_OPTIONS)
+
+
+def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.ArgumentParser:
+    run = commands.add_parser(
+        "run",
+        help="run a script on several processes of this machine",
+        usage="tfmw run [--workers N] [options] (SCRIPT | -m MODULE) [its flags]",
+        description="Runs SCRIPT, or MODULE, in every task of a fresh cluster on this machine. "
+        "With --hosts, on each of them: as the one task of that host, or, with --max-restarts, as "
+        "the supervisor of that host's tasks. Without either: as the one task that TF_CONFIG or a "
+        "scheduler describes.",
+        epilog="Exit status: 0 all done, 1 a task failed (the last line names the first one), "
+        "2 wrong usage or cluster description, 75 preempted (SIGTERM, SIGUSR1): the tasks have "
+        "saved their state, run the same command again.",
+        allow_abbrev=False,
+    )
+    defaults = {flag: getattr(RunOptions, field) for field, flag in _RUN_FIELDS.items()}
+    run.set_defaults(main=_run, ps=0, **defaults)
+    for group, options in _RUN_OPTIONS.items():
+        _add_options(run.add_argument_group(group), options)
+    # `_split` finds the program; this argument is only for the help.
+    run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
+    return run
+
+
+def _check(options: argparse.Namespace) -> int:
+    directories = {
+        f"--{name}": value
+        for name in ("backup_dir", "export_dir")
+        if (value := getattr(options, name)) is not None
+    }
+    if options.paths:
+        if directories or options.hosts:
+            raise UsageError(
+                "tfmw check takes either paths to verify, or a cluster and its directories; call "
+                "it twice."
+            )
+        from tfmw.cli import reports
+
+        return reports.verify(options.paths)
+    from tfmw.cluster import check as check_cluster
+
+    cluster = _cluster_of_hosts(options) or Cluster.resolve(os.environ)
+    return check_cluster.report(cluster, directories, timeout_s=options.timeout)
+
+
+def _cluster_of_hosts(options: argparse.Namespace) -> Cluster | None:
+    """The cluster that --hosts describes; None without it."""
+    if options.hosts is None:
+        if options.host_index is not None:
+            raise UsageError("--host-index requires --hosts, the list of all hosts.")
+        return None
+    return Cluster.of_hosts(_hosts_of(options), options.host_index, options.ps)
+
+
+def _hosts_of(options: argparse.Namespace) -> list[str]:
+    """The hosts in --hosts.
+
+    Raises:
+        UsageError: TF_CONFIG describes a cluster, too.
+    """
+    if os.environ.get("TF_CONFIG", "").strip():
+        raise UsageError(
+            f"TF_CONFIG is already set to {os.environ['TF_CONFIG']}; unset it or drop --hosts."
+        )
+    return [host.strip() for host in options.hosts.split(",")]
+
+
+def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """Splits at the program: (options of tfmw with hyphens, the program and its flags).
+
+    argparse alone would parse the program's flags as its own.
+    """
+    valued = {
+        name
+        for action in parser._actions
+        if action.nargs != 0 and action.dest != "help"
+        for name in action.option_strings
+    }
+    own: list[str] = []
+    rest = list(argv)
+    while rest:
+        if rest[0] == "--":
+            return own, rest[1:]
+        if not rest[0].startswith("-"):
+            break
+        token = rest.pop(0)
+        if token == "-m":
+            return [*own, "-m", *rest[:1]], rest
+        name, equals, value = token.partition("=")
+        name = _with_hyphens(name)
+        own.append(name + equals + value)
+        if name in valued and not equals:
+            own += rest[:1]
+            del rest[:1]
+    return own, rest
+
+
+def _with_hyphens(token: str) -> str:
+    """--log_dir=a_b -> --log-dir=a_b."""
+    name, equals, value = token.partition("=")
+    return (name.replace("_", "-") if name.startswith("--") else name) + equals + value
+
+
+def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions) -> int | None:
+    """Supervises this host's tasks; None if hosts don't: without --hosts or --max-restarts."""
+    names = ("workers_per_host", "min_hosts", "rejoin_timeout", "rendezvous", "token_file")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.hosts is None or not options.max_restarts > 0:
+        if given:
+            flag = f"--{next(iter(given)).replace('_', '-')}"
+            raise UsageError(
+                f"{flag} requires --hosts and --max-restarts: it is for hosts that supervise tasks."
+            )
+        return None
+    from tfmw.launcher.hosts.launch import launch_on_hosts
+    from tfmw.launcher.hosts.settings import HostSettings
+
+    settings = HostSettings(
+        hosts=tuple(_hosts_of(options)),
+        workers_per_host=given.get("workers_per_host", 1),
+        ps=options.ps,
+        evaluator=options.evaluator,
+        min_hosts=options.min_hosts,
+        rejoin_timeout_s=given.get("rejoin_timeout", 30.0),
+        options=run_options,
+    )
+    return launch_on_hosts(
+        options.program,
+        settings,
+        host=options.host_index,
+        rendezvous=options.rendezvous,
+        token_file=options.token_file,
+        module=options.module is not None,
+        log_dir=options.log_dir,
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    from tfmw.launcher.run import launch_tasks, run_here
+    from tfmw.observe import metrics_server, tracing
+
+    run_options = RunOptions(**{f: getattr(options, flag) for f, flag in _RUN_FIELDS.items()})
+    if options.elastic and (options.ps or options.evaluator or options.hosts):
+        raise UsageError(
+            "--elastic takes --workers only: its workers train apart. Leave --ps, --evaluator and "
+            "--hosts out."
+        )
+    if options.trace_steps is not None and options.trace is None:
+        raise UsageError("--trace-steps needs --trace, the directory for the trace.")
+    if options.trace is not None:
+        if options.workers is None:
+            raise UsageError(
+                "--trace joins what the workers of this machine have written, and needs --workers; "
+                "elsewhere use tfmw.callbacks.Trace."
+            )
+        tracing.window(options.trace_steps or "0:")
+        os.environ[tracing.TRACE] = str(options.trace.resolve())
+        os.environ[tracing.TRACE_STEPS] = options.trace_steps or ""
+    if options.metrics_port is not None:
+        metrics_server.serve(options.metrics_port, from_file=options.workers is not None)
+    if options.hosts is not None and options.workers is not None:
+        raise UsageError(
+            "--hosts starts one task on each host, with all of its GPUs, and --workers several "
+            "on this machine; leave one of the two out. Several on each host: --workers-per-host."
+        )
+    if (supervised := _run_on_hosts(options, run_options)) is not None:
+        return supervised
+    cluster = _cluster_of_hosts(options)
+    if cluster is not None and not cluster.is_single:
+        os.environ["TF_CONFIG"] = json.dumps(cluster.as_tf_config())
+    if options.workers is None:
+        if (
+            (options.ps and cluster is None)
+            or options.evaluator
+            or options.log_dir
+            or run_options != RunOptions()
+        ):
+            raise UsageError(
+                "--ps, --evaluator, --log-dir and the options for failures require --workers N; on "
+                "several hosts --hosts H0,H1 and --max-restarts N."
+            )
+        run_here(options.program, module=options.module is not None)
+    result = launch_tasks(
+        options.program,
+        module=options.module is not None,
+        workers=options.workers,
+        ps=options.ps,
+        evaluator=options.evaluator,
+        log_dir=options.log_dir,
+        options=run_options,
+    )
+    if options.trace is not None and (trace := tracing.join(options.trace)) is not None:
+        say(f"tfmw: trace of all workers: {trace}; open it with https://ui.perfetto.dev")
+    for line in result.summary():
+        say(line)
+    return result.status

@@ -1,0 +1,29 @@
+"""Every private name of Keras and TensorFlow that tfmw uses, by subject.
+
+A module lists those that it uses later than at its import as (owner, name) in `PRIVATE_NAMES`.
+Checked on TensorFlow 2.18 to 2.21 with Keras 3.8 to 3.15. `missing_names()` returns the names that
+the installed versions lack. A test calls it, so an incompatible release fails there first.
+Nothing is handed on from here: import the subject, as in `from tfmw.compat import models`.
+
+Read `losses` first, each replica's weight in the global batch: it is why N workers have the results
+of one process. `dataflow` tells which values of a step are sums or means over examples, and
+`placement` puts a model's variables on the devices of a strategy, and back.
+
+May import: `tfmw.errors`.
+"""
+
+import importlib
+import pkgutil
+
+
+def missing_names() -> list[str]:
+    """Private names that tfmw uses and the installed versions lack; [] if all exist."""
+    modules = [
+        importlib.import_module(m.name) for m in pkgutil.walk_packages(__path__, f"{__name__}.")
+    ]
+    return [
+        f"{getattr(owner, '__name__', owner)}.{name}"
+        for module in modules
+        for owner, name in getattr(module, "PRIVATE_NAMES", ())
+        if not hasattr(owner, name)
+    ]

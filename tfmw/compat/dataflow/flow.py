@@ -1,0 +1,274 @@
+"""How a tensor follows from the examples of a batch, and how the flows of several combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from tfmw.compat.graph import static_value
+
+EXAMPLES = "examples"
+"""The label of an axis along which a batch's examples stand one after the other."""
+
+ITERATIONS = -1
+"""The axis of a value that belongs to another example in each iteration of a loop."""
+
+
+class Flow(NamedTuple):
+    """How a tensor follows from the examples of a batch.
+
+    Attributes:
+        kind: "fixed": not at all. "size": from the number of examples only. "rows": for each
+            example from itself, along `axes`. "reduced": linear in a sum or mean over examples.
+            "compared": from several examples in another way. "nonlinear": from a reduction in
+            another way. "unknown".
+        axes: (axis, label) of each axis along which examples differ; axes of equal labels have the
+            same examples, in the same order.
+        degree: the power of the number of examples by which it grows: 1 for a sum, 0 for a mean.
+            None: by another function.
+        affine: of rows: a reduction has been added to them.
+        elements: of a vector of sizes: of each element.
+        sized: of a size: the label of the axis that has it, if it is not that of the examples.
+        constant: the value of a small constant.
+        origin: the operation that made it "compared", "nonlinear" or "unknown"; or that made pairs.
+    """
+
+    kind: str = "fixed"
+    axes: tuple[tuple[int, Any], ...] = ()
+    degree: int | None = 0
+    affine: bool = False
+    elements: tuple[Flow, ...] | None = None
+    sized: Any = None
+    constant: Any = None
+    origin: Any = None
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether two examples differ along two axes."""
+        labels = [label for _, label in self.axes]
+        return self.kind == "rows" and len(set(labels)) < len(labels)
+
+    def label(self, axis: int) -> Any:
+        """Of an axis; None if examples do not differ along it."""
+        return dict(self.axes).get(axis)
+
+    def along(self, axes: Iterable[tuple[int, Any]]) -> Flow:
+        """The same along other axes."""
+        return self._replace(axes=tuple(sorted(axes, key=lambda a: a[0])), elements=None)
+
+
+FIXED = Flow()
+
+SIZE = Flow("size", degree=1)
+
+BAD = ("compared", "nonlinear", "unknown")
+
+SMALL = 16  # values
+
+
+def constant_input(op: Any, inputs: list[Flow], i: int) -> Any:
+    """The value of an input; None if it is not known."""
+    known = inputs[i].constant
+    return static_value(op.inputs[i]) if known is None else known
+
+
+def bad_flow(kind: str, op: Any, flows: Sequence[Flow] = ()) -> Flow:
+    """Of a value that does not combine over replicas; an operation before it may be the origin."""
+    return Flow(kind, origin=_origin_of(flows) or op)
+
+
+def _origin_of(flows: Iterable[Flow]) -> Any:
+    return next((flow.origin for flow in flows if flow.origin is not None), None)
+
+
+def worst_flow(flows: Sequence[Flow]) -> Flow | None:
+    """The first flow of the first kind in `BAD` that any has; None if all combine."""
+    return next((flow for kind in BAD for flow in flows if flow.kind == kind), None)
+
+
+def without_axes(op: Any, flow: Flow) -> Flow:
+    """Of an operation that is not understood: as its input, if examples differ along no axis."""
+    return bad_flow("unknown", op) if flow.axes else flow
+
+
+def aligned_flows(op: Any, flows: list[Flow]) -> list[Flow]:
+    """Flows of inputs that are broadcast, with the axes of the result."""
+    ranks = [tensor.shape.rank for tensor in op.inputs]
+    if None in ranks:
+        return flows
+    return [
+        flow.along((a + max(ranks) - rank if a >= 0 else a, label) for a, label in flow.axes)
+        for flow, rank in zip(flows, ranks, strict=True)
+    ]
+
+
+def has_total(flows: Iterable[Flow]) -> bool:
+    """Whether a reduction over examples is in any of several values."""
+    return any(flow.kind == "reduced" or flow.affine for flow in flows)
+
+
+def _together(op: Any, flows: list[Flow]) -> Flow:
+    """Of several values, along all of their axes; "compared" if one has different examples."""
+    axes: dict[int, Any] = {}
+    for flow in flows:
+        for axis, label in flow.axes:
+            if axes.setdefault(axis, label) != label:
+                return bad_flow("compared", op, flows)
+    pairs = len(set(axes.values())) < len(axes)
+    origin = _origin_of(flows) or (op if pairs else None)
+    return Flow(highest_kind(flows), origin=origin).along(axes.items())
+
+
+def highest_kind(flows: Iterable[Flow]) -> str:
+    """The kind of several values together, none of which is in `BAD`."""
+    order = ("fixed", "size", "reduced", "rows")
+    return max((flow.kind for flow in flows), key=order.index, default="fixed")
+
+
+def vector_flow(elements: Iterable[Flow]) -> Flow:
+    """Of a vector of numbers of these flows."""
+    elements = tuple(elements)
+    return Flow(highest_kind(elements), degree=None, elements=elements)
+
+
+def joined_flow(op: Any, flows: list[Flow]) -> Flow:
+    """Of a sum, and of whatever is one of several values."""
+    bad = worst_flow(flows)
+    if bad is not None:
+        return bad
+    out = _together(op, flows)
+    if out.kind == "fixed":
+        return FIXED
+    if out.kind in BAD:
+        return out
+    if out.kind == "size":
+        same = len({flow.degree for flow in flows}) == 1
+        return out._replace(degree=flows[0].degree if same else None)
+    degrees = {flow.degree for flow in flows if flow.kind != "size" or flow.axes}
+    if any(flow.kind == "size" and not flow.axes and flow.degree for flow in flows):
+        return bad_flow("nonlinear", op, flows)
+    if len(degrees) > 1:
+        if out.kind == "reduced":
+            return bad_flow("nonlinear", op, flows)
+        return out._replace(degree=None)
+    return out._replace(degree=degrees.pop(), affine=out.kind == "rows" and has_total(flows))
+
+
+def nonlinear_flow(op: Any, flows: list[Flow]) -> Flow:
+    """Of a function, element by element, that is not linear."""
+    if has_total(flows):
+        return bad_flow("nonlinear", op, flows)
+    out = _together(op, flows)
+    return out._replace(degree=None) if out.kind == "size" and not out.axes else out
+
+
+def product_flow(op: Any, flows: list[Flow], quotient: bool = False) -> Flow:
+    """Of a product or quotient of two."""
+    a, b = flows
+    varying = [flow for flow in flows if has_total([flow])]
+    others = [flow for flow in flows if flow.kind in ("rows", "reduced")]
+    if varying and (len(others) > 1 or (quotient and varying[-1] is b)):
+        return bad_flow("nonlinear", op, flows)
+    out = _together(op, flows)
+    if out.kind in BAD:
+        return out
+    degree = None
+    if a.degree is not None and b.degree is not None:
+        degree = a.degree - b.degree if quotient else a.degree + b.degree
+    return out._replace(degree=degree, affine=any(flow.affine for flow in flows))
+
+
+def total_flow(op: Any, flow: Flow, axes: set[int], how: str, keep: bool = False) -> Flow:
+    """Of a reduction over some axes."""
+    over = {axis: label for axis, label in flow.axes if axis in axes}
+
+    def moved(axis: int) -> int:
+        return axis if keep or axis < 0 else axis - sum(1 for other in axes if other < axis)
+
+    left = [(moved(axis), label) for axis, label in flow.axes if axis not in axes]
+    linear = how in ("Sum", "Mean")
+    if not over:
+        out = flow.along(left)
+        if linear or flow.kind == "fixed":
+            return out
+        return nonlinear_flow(op, [out]) if flow.kind != "size" else out
+    if flow.kind == "size":
+        if not linear:
+            return Flow("size", tuple(left), None)
+        degree = flow.degree if how == "Mean" or flow.degree is None else flow.degree + len(over)
+        return Flow("size", tuple(left), degree)
+    if flow.has_pairs or left or not linear:
+        return bad_flow("compared", op, [flow])
+    if how == "Mean" and any(map(is_uneven, over.values())):
+        return bad_flow("nonlinear", op)
+    degree = flow.degree
+    if how == "Sum":
+        degree = None if degree is None else degree + 1
+    return Flow("reduced", degree=degree)
+
+
+def is_uneven(label: Any) -> bool:
+    """Whether the number of values along an axis is no multiple of that of examples."""
+    return tag_of(label) in ("selected", "mixed")
+
+
+def tag_of(label: Any) -> Any:
+    """The first part of a label that is a tuple, such as "joined"; None of any other."""
+    return label[0] if isinstance(label, tuple) else None
+
+
+def joined_parts(label: Any) -> tuple[Any, ...]:
+    """The labels of what follows each other along an axis: one, unless it is a `joined_label`."""
+    return label[1] if tag_of(label) == "joined" else (label,)
+
+
+def joined_label(parts: Sequence[Any]) -> Any:
+    """The label of an axis along which the values of several axes follow each other."""
+    return parts[0] if len(parts) == 1 else ("joined", tuple(parts))
+
+
+def joined_apart(op: Any, inputs: list[Flow]) -> Flow:
+    """Of values that stand beside each other: each may be treated by itself later."""
+    out = joined_flow(op, inputs)
+    kinds = {flow.kind for flow in inputs}
+    if out.kind == "nonlinear" and "nonlinear" not in kinds:
+        return bad_flow("unknown", op)
+    return out
+
+
+def by_rows(op: Any, inputs: list[Flow]) -> Any:
+    """Of any other operation: its first axis is that of the examples, as of a convolution."""
+    if has_total(inputs):
+        return bad_flow("nonlinear", op, inputs)
+    if op.type.endswith(("BackpropFilter", "BiasAddGrad", "BackpropFilterV2")):
+        if any(flow.axes for flow in inputs):
+            return Flow("reduced", degree=1)
+        return joined_flow(op, inputs)
+    kind = highest_kind(inputs)
+    if kind in ("fixed", "size") and not any(flow.axes for flow in inputs):
+        return Flow(kind, degree=None if kind == "size" else 0)
+    iterations = [a for flow in inputs for a in flow.axes if a[0] == ITERATIONS]
+    if any(axis > 0 for flow in inputs for axis, _ in flow.axes):
+        return bad_flow("unknown", op, inputs)
+    labels = {label for flow in inputs for axis, label in flow.axes if axis == 0}
+    if len(labels) > 1:
+        return bad_flow("unknown", op, inputs)
+    out = []
+    for tensor in op.outputs:
+        axes = list(dict.fromkeys(iterations))
+        if labels and tensor.shape.rank != 0:
+            axes.append((0, next(iter(labels))))
+        elif labels:
+            out.append(bad_flow("unknown", op))
+            continue
+        out.append(Flow(kind, tuple(axes), origin=_origin_of(inputs)))
+    return out
+
+
+Rule = Callable[[Any, list[Flow]], Any]
+"""(an operation, the flows of its inputs) -> a flow, or one for each output."""
+
+
+def rules(table: dict[str, Rule]) -> dict[str, Rule]:
+    """The rule of each operation; in `table`, names of operations with one rule share a key."""
+    return {name: rule for names, rule in table.items() for name in names.split()}

@@ -1,0 +1,249 @@
+"""The `Flow` of each tensor of a traced step: see the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw.compat.dataflow import arithmetic, parts, shapes
+from tfmw.compat.dataflow.flow import (
+    BAD,
+    EXAMPLES,
+    FIXED,
+    ITERATIONS,
+    SMALL,
+    Flow,
+    Rule,
+    by_rows,
+    joined_flow,
+    nonlinear_flow,
+    worst_flow,
+)
+from tfmw.compat.graph import ancestors, is_symbolic, static_value
+
+_SOURCES = ("ReadVariableOp", "VarHandleOp", "VariableV2")
+
+
+class Dataflow:
+    """The `Flow` of each tensor of a step, computed once.
+
+    Args:
+        batch: the batch that the step gets: tensors in any structure.
+    """
+
+    def __init__(self, batch: Any):
+        self._flows: dict[Any, list[Flow]] = {}
+        self._given: dict[Any, Flow] = {}
+        self._captures: dict[int, dict[Any, Any]] = {}
+        self._graph: Any = None
+        for tensor in tf.nest.flatten(batch, expand_composites=True):
+            if is_symbolic(tensor):
+                self._graph = tensor.graph
+                axes = ((0, EXAMPLES),) if tensor.shape.rank != 0 else ()
+                self.declare(tensor, Flow("rows", axes))
+
+    def of(self, value: Any) -> Flow:
+        """The flow of a tensor; an eager one's is unknown."""
+        if isinstance(value, tf.IndexedSlices):
+            value = value.values
+        if not tf.is_tensor(value) or not hasattr(value, "op"):
+            value = getattr(value, "value", value)  # a variable is fixed
+            return Flow("unknown") if isinstance(value, tf.Tensor) else FIXED
+        if not is_symbolic(value):
+            return Flow("unknown")
+        for op in ancestors([value], stop=self._is_known):
+            self._flows[_op_key(op)] = self._apply(op, [self._known(t) for t in op.inputs])
+        return self._known(value)
+
+    def operations(self, value: Any) -> list[Any]:
+        """The operations that compute a value from what is declared, such as the batch."""
+        return ancestors([value], stop=lambda tensor: _key(tensor) in self._given)
+
+    def declare(self, tensor: Any, flow: Flow) -> None:
+        """Sets the flow of a tensor, in place of the one that its operation suggests."""
+        if is_symbolic(tensor):
+            self._given[_key(tensor)] = flow
+
+    def _is_known(self, tensor: Any) -> bool:
+        return _key(tensor) in self._given or _op_key(tensor.op) in self._flows
+
+    def _known(self, tensor: Any) -> Flow:
+        given = self._given.get(_key(tensor))
+        if given is not None:
+            return given
+        found = self._flows[_op_key(tensor.op)]
+        # A call gets more results when it is differentiated.
+        return found[tensor.value_index] if tensor.value_index < len(found) else Flow("unknown")
+
+    # ------------------------------------------------------------ operations
+
+    def _apply(self, op: Any, inputs: list[Flow]) -> list[Flow]:
+        """The flows of an operation's outputs."""
+        if not op.outputs:
+            return []
+        if op.type in ("Placeholder", "PlaceholderWithDefault"):
+            return [self._of_placeholder(op)]
+        if op.type == "Const":
+            small = (op.outputs[0].shape.num_elements() or 0) <= SMALL
+            return [Flow(constant=static_value(op.outputs[0])) if small else FIXED]
+        if op.type in _SOURCES:
+            return [FIXED]
+        if op.type in _CALLS:
+            return self._of_call(op, inputs)
+        if (limit := _only_value(op)) is not None:
+            return [Flow(constant=limit)]
+        if op.type not in ("Shape", "ShapeN", "Size", "Rank"):
+            bad = worst_flow(inputs)
+            if bad is not None:
+                return [bad] * len(op.outputs)
+        if all(flow.kind == "fixed" for flow in inputs):
+            if op.outputs[0].shape.rank in (0, 1, 2) and inputs:
+                if all(flow.constant is not None for flow in inputs):
+                    return [Flow(constant=_folded(op, inputs))] * len(op.outputs)
+            if op.type not in _RULES:
+                return [FIXED] * len(op.outputs)
+        found = _RULES.get(op.type, by_rows)(op, inputs)
+        found = found if isinstance(found, list) else [found] * len(op.outputs)
+        return [flow._replace(constant=None) if flow.axes == () else flow for flow in found]
+
+    def _of_placeholder(self, op: Any) -> Flow:
+        """Of a captured tensor, that of the tensor; of an argument of a user's function, a guess.
+
+        A function is traced before the operation that calls it exists.
+        """
+        tensor, graph = op.outputs[0], op.graph
+        if tensor.dtype in (tf.resource, tf.variant):
+            return FIXED
+        captured = self._captures.setdefault(id(graph), {})
+        if _key(tensor) not in captured:
+            captured.update({_key(inner): outer for outer, inner in getattr(graph, "captures", ())})
+        outer = captured.get(_key(tensor))
+        if outer is not None:
+            return self.of(outer) if is_symbolic(outer) else FIXED
+        while graph is not None and graph is not self._graph:
+            graph = getattr(graph, "outer_graph", None)
+        inside = graph is not None and op.graph is not self._graph
+        if inside and tensor.shape.rank and tensor.shape[0] is None:
+            return Flow("rows", ((0, EXAMPLES),))
+        return FIXED
+
+    def _of_call(self, op: Any, inputs: list[Flow]) -> list[Flow]:
+        """Of an operation that calls functions: a call, a condition, a loop."""
+        if op.type in _LOOPS:
+            return self._of_loop(op, inputs)
+        if op.type in _PLAIN_CALLS:
+            return self._inside(op, "f", inputs)
+        condition, arguments = inputs[0], inputs[1:]
+        if op.type in _CASES:
+            count = len(op.get_attr("branches"))
+            outs = [self._inside(op, "branches", arguments, i) for i in range(count)]
+        else:
+            branches = ("then_branch", "else_branch")
+            outs = [self._inside(op, branch, arguments) for branch in branches]
+        found = [joined_flow(op, list(flows)) for flows in zip(*outs, strict=True)]
+        if condition.kind in ("fixed", "size"):
+            return found
+        if condition.kind in BAD:
+            return [joined_flow(op, [condition, flow]) for flow in found]
+        return [
+            flow if flow.kind in BAD else nonlinear_flow(op, [condition, flow]) for flow in found
+        ]
+
+    def _of_loop(self, op: Any, inputs: list[Flow]) -> list[Flow]:
+        state = inputs
+        for _ in range(5):
+            after = self._inside(op, "body", state)
+            joined = [joined_flow(op, [a, b]) for a, b in zip(state, after, strict=True)]
+            if [_compared_part(f) for f in joined] == [_compared_part(f) for f in state]:
+                break
+            state = joined
+        else:
+            return [Flow("unknown", origin=op)] * len(state)
+        # A value that another example changes in each iteration depends on all of them.
+        return [
+            Flow("unknown", origin=op) if ITERATIONS in dict(flow.axes) else flow for flow in state
+        ]
+
+    def _inside(
+        self, op: Any, attribute: str, arguments: list[Flow], index: int | None = None
+    ) -> list[Flow]:
+        """The flows of a function's results. Functions are nested as deep as users nest them."""
+        name = op.get_attr(attribute)
+        name = (name if index is None else name[index]).name
+        graph, function = op.graph, None
+        while graph is not None and function is None:
+            function = graph._get_function(name)
+            graph = getattr(graph, "outer_graph", None)
+        body = getattr(function, "graph", None)
+        if body is None or len(body.inputs) != len(arguments):
+            return [Flow("unknown", origin=op)] * len(op.outputs)
+        inner = Dataflow(())
+        inner._given = {
+            **{key: flow for key, flow in self._given.items() if key[0] == id(body)},
+            **{_key(t): flow for t, flow in zip(body.inputs, arguments, strict=True)},
+        }
+        return [inner.of(tensor) for tensor in body.outputs]
+
+
+def _key(tensor: Any) -> tuple[int, str, int]:
+    return id(tensor.graph), tensor.op.name, tensor.value_index
+
+
+def _op_key(op: Any) -> tuple[int, str]:
+    return id(op.graph), op.name
+
+
+def _compared_part(flow: Flow) -> Any:
+    return flow.kind, flow.axes, flow.degree, flow.affine
+
+
+_LOOPS = ("While", "StatelessWhile")
+_PLAIN_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+_CASES = ("Case", "StatelessCase")
+_CALLS = (*_LOOPS, *_PLAIN_CALLS, *_CASES, "If", "StatelessIf")
+
+_FOLDED: dict[str, Callable[..., Any]] = {
+    "Add": np.add,
+    "AddV2": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "RealDiv": np.true_divide,
+    "Neg": np.negative,
+    **dict.fromkeys(["Cast", "Identity", "StopGradient"], np.asarray),
+    "Range": np.arange,
+    "Prod": lambda values, axes: np.prod(values, axis=tuple(np.ravel(axes))),
+    "Pack": lambda *values: np.stack(values),
+    "ConcatV2": lambda *values: np.concatenate(values[:-1]),
+    "Reshape": np.reshape,
+    "Slice": lambda values, begin, sizes: values[
+        tuple(slice(b, None if n < 0 else b + n) for b, n in zip(begin, sizes, strict=True))
+    ],
+}
+
+
+def _folded(op: Any, inputs: list[Flow]) -> Any:
+    """The value of an operation on small constants; None if it is not known."""
+    if op.type in _FOLDED:
+        return _FOLDED[op.type](*(flow.constant for flow in inputs))
+    return static_value(op.outputs[0]) if len(op.outputs) == 1 else None
+
+
+def _only_value(op: Any) -> Any:
+    """The value of `minimum(c, maximum(c, x))`, as in a `bincount` of c columns; None of others."""
+    if op.type != "Minimum":
+        return None
+    upper = static_value(op.inputs[0])
+    inner = op.inputs[1].op
+    if upper is None or inner.type != "Maximum":
+        return None
+    lower = static_value(inner.inputs[0])
+    return upper if lower is not None and np.array_equal(lower, upper) else None
+
+
+_RULES: dict[str, Rule] = {**arithmetic.RULES, **shapes.RULES, **parts.RULES}
+
+
+PRIVATE_NAMES: list[tuple[Any, str]] = [(tf.Graph, "_get_function")]

@@ -1,0 +1,90 @@
+"""Losses and metrics whose values depend on the number of replicas: found, and put into words.
+
+A value that several replicas cannot combine is named once, with the line of the user's program
+that computes it. `Dataflow` finds that line.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+
+import tensorflow as tf
+
+from tfmw.compat.dataflow.arithmetic import BINARY
+from tfmw.compat.dataflow.flow import Flow
+
+_TFMW = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = tuple(
+    os.path.join(folder, "")
+    for folder in {_TFMW, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
+)
+
+_WHOLE_BATCHES = (
+    "Train with split_batch=False, which gives each replica whole batches, or on one replica."
+)
+_REASONS = {
+    "compared": (
+        "compares the examples of a batch with each other{place}. Each replica compares those of "
+        "its own part of the batch only, so results depend on the number of replicas. "
+        + _WHOLE_BATCHES
+    ),
+    "pairs": (
+        "has one value for each pair of examples{place}: shapes {shapes}. Each replica pairs the "
+        "examples of its own part of the batch only, so results depend on the number of replicas. "
+        "If one value per example is meant, give both the same shape."
+    ),
+    "nonlinear": (
+        "is neither a sum nor a mean over the examples of a batch, but a function of one{place}. "
+        "It is the mean of what replicas find in their parts of the batch, so results depend on "
+        "the number of replicas. " + _WHOLE_BATCHES
+    ),
+    "unknown": (
+        "may compare the examples of a batch{place}: tfmw cannot tell. It is taken for a mean over "
+        "the examples of each replica."
+    ),
+}
+
+
+class Differences:
+    """Values of a step that replicas cannot combine into the result of one process."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []  # a sentence or more for each value
+        self._origins: set[str] = set()  # lines, or operations of libraries
+
+    def note(self, subject: str, flow: Flow) -> None:
+        """Notes a value, such as "the loss mse", if replicas' values of it cannot be combined."""
+        reason = _reason(flow)
+        origin = flow.origin
+        if reason is None or (origin is None and reason == "unknown"):
+            return
+        line = None if origin is None else user_line(origin)
+        key = line or (subject if origin is None else origin.name)
+        if key not in self._origins:
+            self._origins.add(key)
+            place = "" if line is None else f" ({origin.type} at {line})"
+            shapes = "" if origin is None else " and ".join(str(t.shape) for t in origin.inputs)
+            text = _REASONS[reason].format(place=place, shapes=shapes)
+            self.messages.append(f"{subject} {text}")
+
+
+def _reason(flow: Flow) -> str | None:
+    if flow.has_pairs or flow.kind == "compared":
+        op = flow.origin
+        # Few programs mean the pairs of [n] and [n, 1].
+        pairs = op is not None and op.type in BINARY and {t.shape.rank for t in op.inputs} == {1, 2}
+        return "pairs" if pairs else "compared"
+    if flow.kind in ("nonlinear", "unknown"):
+        return flow.kind
+    if flow.kind == "reduced" and flow.degree not in (0, 1):
+        return "nonlinear"
+    return None
+
+
+def user_line(op: tf.Operation) -> str | None:
+    """file:line of the program that made an operation; None if only libraries did."""
+    for frame in reversed(op.traceback or ()):
+        if not frame.filename.startswith((*_LIBRARIES, "<frozen")):
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    return None

@@ -1,0 +1,531 @@
+"""Losses: each replica's weight in the global batch, and the hooks that apply it.
+
+Keras and `tf.nn` divide losses by the number of replicas, which is right only where all replicas
+hold as many examples. tfmw follows one rule instead:
+
+    Each loss that a replica computes estimates the loss of the global batch, such that the mean
+    of the estimates, weighted by the replicas' numbers of examples, is that loss.
+
+A mean over the replica's examples is such an estimate as it is, and so is whatever depends on
+weights alone. A sum over examples is one after division by the replica's weight. So losses may be
+added up, scaled, and reported wherever they are computed: by Keras, in a layer, by hand. The weight
+itself is applied once, to the loss that Keras's own `train_step` differentiates, or to the
+gradients of any other `train_step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
+    BaseImagePreprocessingLayer as _ImageLayer,
+)
+from keras.src.losses import loss as loss_module
+
+from tfmw.compat.dataflow.flow import FIXED, Flow
+from tfmw.compat.dataflow.walk import Dataflow
+from tfmw.compat.differences import Differences
+from tfmw.compat.graph import is_symbolic
+from tfmw.compat.objects import BaseTrainer, Trainer, backend_module, overridden
+
+keras_nn = backend_module("nn")
+
+
+class CannotCompile(Exception):
+    """A loss needs sums over all replicas in the middle of the step."""
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class ReplicaWeight:
+    """The weight of one replica in the global batch, while its step is traced."""
+
+    examples: tf.Tensor  # int32 []
+    global_examples: tf.Tensor  # int32 []
+    _: dataclasses.KW_ONLY
+    uneven: bool  # whether shards differ in size, so that this replica may have no examples
+    # Whether the size of each global batch is known before it is read. If not, a batch without
+    # examples on any replica is the end of the data and updates nothing.
+    size_known: bool
+    # Whether the weight is applied to the loss that is differentiated, in `optimizer.scale_loss`.
+    # If not, it is applied to the gradients.
+    in_loss: bool
+    # Collectives: of values, sums over all replicas; of slices, those of all replicas, values and
+    # indices concatenated.
+    sums: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None
+    gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None
+    alone: bool = False  # sums over replicas are estimated from this replica's examples
+    updated_by: Any = None  # int32 [], the examples on the replicas that make the same update
+    # Whether the losses of other replicas depend on this one's weights and examples, as by a
+    # synchronized BatchNormalization.
+    coupled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.updated_by is None:
+            self.updated_by = self.global_examples
+        # float64 [], 0 without examples; rounded only where it meets a value of lower precision.
+        self.fraction = tf.math.divide_no_nan(
+            tf.cast(self.examples, tf.float64), tf.cast(self.global_examples, tf.float64)
+        )
+        self.flows = Dataflow(())
+        self.differences = Differences()
+        self.loss_name: str | None = None  # of the loss whose values Keras reduces now
+        self.loss_weighted = False  # whether the weight was applied in `weighted_loss`
+        self.layer_losses: dict[int, list[tf.Tensor]] = {}  # of `add_loss`, by the layer's id
+        # While XLA compiles a step, which cannot contain collectives: (gradients, what reduces and
+        # applies them).
+        self.deferred: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
+
+    def begins(self, batch: Any) -> None:
+        """Notes the tensors that the step gets, in the graph in which it is traced."""
+        self.flows = Dataflow(batch)
+
+    def note(self, subject: str, value: Any) -> None:
+        """Notes a loss or metric, if replicas cannot combine it."""
+        self.differences.note(subject, self.flows.of(value))
+
+    @contextlib.contextmanager
+    def deferring_gradients(self) -> Iterator[list[Any]]:
+        """Collects the gradients of this context in the list that it yields; see `deferred`."""
+        deferred: list[Any] = []
+        with overridden([(self, "deferred", deferred)]):
+            yield deferred
+
+    def all_sum(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums over replicas; no gradient flows through (normalizers are constants).
+
+        A replica without examples adds nothing: what it computes is of a placeholder.
+        """
+        if self.alone:
+            return [tf.stop_gradient(self.estimate_of_sum(v)) for v in values]
+        if self.deferred is not None:
+            raise CannotCompile
+        assert self.sums is not None
+        present = self.examples > 0
+        stopped = [tf.stop_gradient(tf.where(present, v, tf.zeros_like(v))) for v in values]
+        sums = [tf.stop_gradient(v) for v in self.sums(stopped)]
+        for value in sums:
+            self.flows.declare(value, FIXED)
+        return sums
+
+    def estimate_of_sum(self, local_sum: tf.Tensor) -> tf.Tensor:
+        """A sum over this replica's examples -> an estimate of the sum over the global batch."""
+        estimate = tf.math.divide_no_nan(local_sum, tf.cast(self.fraction, local_sum.dtype))
+        return self.declared(estimate, local_sum)
+
+    def estimate_of_scalar(self, local: Any) -> Any:
+        """A scalar -> an estimate; taken for a mean or a weight penalty if not seen to be a sum."""
+        return self.estimate_of_sum(local) if self.reduction_of(local) == "sum" else local
+
+    def reduction_of(self, value: Any) -> str | None:
+        """How a value of any shape was computed from the examples of a batch.
+
+        Returns:
+            "sum", also for a number of examples; "mean"; None if it is neither, such as a penalty
+            of weights, or if there is no graph to inspect.
+        """
+        flow = self.flows.of(value)
+        if flow.kind == "size" and not flow.axes:  # as of constants, one for each example
+            return {None: None, 0: "mean", 1: "sum"}.get(flow.degree)
+        if flow.kind != "reduced":
+            return None
+        return "sum" if flow.degree == 1 else "mean"
+
+    def declared(self, estimate: Any, values: Any) -> Any:
+        """The estimate, known to be one from `values`."""
+        flow = self.flows.of(values)
+        if flow.has_pairs:
+            flow = Flow("compared", origin=flow.origin)
+        elif flow.kind in ("rows", "size", "reduced"):
+            flow = Flow("reduced")
+        self.flows.declare(estimate, flow)
+        return estimate
+
+    def weighted_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """The loss that Keras's own `train_step` differentiates."""
+        self.loss_weighted = True
+        loss = self.estimate_of_scalar(loss)
+        return self.declared(loss * tf.cast(self.fraction, loss.dtype), loss)
+
+    def estimates_of_gradients(self, target: Any, grads: Any) -> Any:
+        """Gradients of this replica's loss -> estimates of those of the global loss.
+
+        The loss, or losses that are added up, are noted if replicas cannot combine them.
+        """
+        for loss in tf.nest.flatten(target):
+            if is_symbolic(loss):
+                self.note("the loss of train_step", loss)
+        added = self._are_added(target)
+
+        def estimate(grad: Any) -> Any:
+            if grad is None:
+                return None
+            if added or self._weighs_outputs:
+                whole = tf.math.divide_no_nan(tf.ones([], tf.float64), self.fraction)
+                (grad,) = scaled([grad], whole)
+            values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+            self.flows.declare(values, Flow("reduced"))
+            return grad
+
+        return tf.nest.map_structure(estimate, grads)
+
+    @property
+    def _weighs_outputs(self) -> bool:
+        return self.coupled and self.uneven and not (self.in_loss or self.alone)
+
+    def _are_added(self, target: Any) -> bool:
+        """Whether losses are values per example, or sums of them: those of replicas add up."""
+        flows = [self.flows.of(loss) for loss in tf.nest.flatten(target) if is_symbolic(loss)]
+        return bool(flows) and all(
+            flow.kind == "rows" or (flow.kind in ("reduced", "size") and flow.degree == 1)
+            for flow in flows
+        )
+
+    def output_gradients(self, target: Any) -> Any:
+        """The gradients of losses with respect to themselves, where the weight belongs there.
+
+        What flows from the losses of other replicas to this one's examples has their weights. The
+        weight of this one is applied to the gradients later, and is taken out of them before.
+        """
+        if not self._weighs_outputs or self._are_added(target):
+            return None
+        return tf.nest.map_structure(
+            lambda loss: tf.ones_like(loss) * tf.cast(self.fraction, loss.dtype), target
+        )
+
+
+def scaled(grads: Iterable[Any], factor: Any) -> list[Any]:
+    """Gradients, dense or `tf.IndexedSlices`, times a scalar; None stays None."""
+    factors: dict[tf.DType, tf.Tensor] = {}  # one for each dtype, not one for each gradient
+
+    def one(grad: Any) -> Any:
+        if isinstance(grad, tf.IndexedSlices):
+            return tf.IndexedSlices(one(grad.values), grad.indices, grad.dense_shape)
+        if grad.dtype not in factors:
+            factors[grad.dtype] = tf.cast(factor, grad.dtype)
+        return grad * factors[grad.dtype]
+
+    return [None if grad is None else one(grad) for grad in grads]
+
+
+# Loss -> the flow of its values, where there is no graph of the step.
+_traced_alone: weakref.WeakKeyDictionary[Any, Flow] = weakref.WeakKeyDictionary()
+
+# Per thread: MirroredStrategy traces each replica in a thread of its own.
+_traced = threading.local()
+
+
+def current_weight() -> ReplicaWeight | None:
+    """The weight of the replica whose step this thread traces; None outside of one."""
+    return getattr(_traced, "weight", None)
+
+
+@contextlib.contextmanager
+def weighting_losses(weight: ReplicaWeight | None) -> Iterator[None]:
+    """Makes losses that this thread computes in the context follow the rule of this module."""
+    _install_hooks()
+    with overridden([(_traced, "weight", weight)]):
+        yield
+
+
+@functools.cache
+def _install_hooks() -> None:
+    """Replaces functions of Keras and TensorFlow with ones that apply `current_weight()`."""
+    for owner, name, replacement in _HOOKS:
+        setattr(owner, name, _hooked(getattr(owner, name), replacement))
+
+
+def _hooked(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls `replacement(weight, original, ...)` if there is a current weight, else `original`."""
+
+    @functools.wraps(original)
+    def function(*arguments: Any, **named: Any) -> Any:
+        weight = current_weight()
+        if weight is None:
+            return original(*arguments, **named)
+        return replacement(weight, original, *arguments, **named)
+
+    return function
+
+
+# ---------------------------------------------------------------- Keras's losses
+
+
+def _unscale(weight: ReplicaWeight, keras_unscale: Any, value: Any) -> Any:
+    weight.note("the loss", value)
+    return weight.estimate_of_scalar(value)
+
+
+def _call_loss(
+    weight: ReplicaWeight,
+    keras_call: Any,
+    loss: Any,
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any = None,
+) -> Any:
+    """Notes losses that compare the examples of a batch, and other functions of whole batches."""
+    if not tf.inside_function():
+        if loss not in _traced_alone:
+            with weighting_losses(None):
+                _traced_alone[loss] = _flow_alone(loss, y_true, y_pred)
+        weight.differences.note(f"the loss {loss.name}", _traced_alone[loss])
+    with overridden([(weight, "loss_name", loss.name)]):
+        return keras_call(loss, y_true, y_pred, sample_weight)
+
+
+def _flow_alone(loss: Any, y_true: Any, y_pred: Any) -> Flow:
+    """The flow of a loss's values, in a graph of its own: of a step that runs eagerly."""
+    found = [Flow("unknown")]
+
+    @tf.function(autograph=False)
+    def traced(*batch: Any) -> None:
+        found.append(Dataflow(batch).of(loss.call(*batch)))
+
+    def spec(tensor: Any) -> tf.TensorSpec:
+        return tf.TensorSpec([None, *tensor.shape[1:]], loss.dtype)
+
+    with contextlib.suppress(Exception):  # a user's function may need values
+        traced.get_concrete_function(*tf.nest.map_structure(spec, (y_true, y_pred)))
+    return found[-1]
+
+
+def _reduce_weighted_values(
+    weight: ReplicaWeight, keras_reduce: Any, values: Any, *arguments: Any, **options: Any
+) -> Any:
+    if weight.loss_name is not None:
+        weight.note(f"the loss {weight.loss_name}", values)
+    return keras_reduce(values, *arguments, **options)
+
+
+def _apply_mask(
+    weight: ReplicaWeight,
+    keras_apply_mask: Any,
+    sample_weight: Any,
+    mask: Any,
+    dtype: Any,
+    reduction: Any,
+) -> Any:
+    """Weights of values that are masked: the masks of all replicas are counted.
+
+    Keras divides by the valid entries of this replica; one process divides by those of the global
+    batch. Both counts are summed over replicas, and the ratio is corrected.
+    """
+    weights = keras_apply_mask(sample_weight, mask, dtype, reduction)
+    if mask is None or reduction not in ("mean", "sum_over_batch_size"):
+        return weights
+    entries = tf.cast(tf.size(mask), tf.float32)
+    valid = tf.reduce_sum(tf.cast(mask, tf.float32))
+    all_entries, all_valid = weight.all_sum([entries, valid])
+    ratio = tf.math.divide_no_nan(all_entries * valid, all_valid * entries)
+    out = weights * tf.cast(ratio, weights.dtype)
+    # Keras has divided by the number of valid entries; the ratio makes it that of the batch.
+    weight.flows.declare(out, weight.flows.of(mask))
+    return out
+
+
+def _reduce_values(
+    weight: ReplicaWeight,
+    keras_reduce: Any,
+    values: Any,
+    sample_weight: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+) -> Any:
+    """A reduction of the values per example: an estimate of that of the global batch."""
+    loss = keras_reduce(values, sample_weight, reduction)
+    if reduction in (None, "none"):
+        return loss
+    if values.shape.rank == 0:
+        return weight.estimate_of_scalar(loss)
+    if reduction == "sum":
+        return weight.estimate_of_sum(loss)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        precise = tf.float64 if loss.dtype == tf.float64 else tf.float32
+        local = tf.reduce_sum(tf.cast(sample_weight, precise))
+        (everywhere,) = weight.all_sum([local])
+        ratio = tf.math.divide_no_nan(local, everywhere * tf.cast(weight.fraction, precise))
+        return weight.declared(loss * tf.cast(ratio, loss.dtype), values)
+    return weight.declared(loss, values)
+
+
+# ---------------------------------------------------------------- losses of add_loss
+
+
+def _aggregate_additional_loss(
+    weight: ReplicaWeight, keras_aggregate: Any, trainer: Any, loss: Any
+) -> Any:
+    """Keras adds up the losses of `add_loss`, and of a loss per example all its values."""
+    summed = BaseTrainer._aggregate_additional_loss(trainer, loss)
+    if is_symbolic(loss):
+        per_example = weight.flows.of(loss).kind == "rows"
+    else:
+        per_example = bool(loss.shape.rank) and loss.shape[0] == int(weight.examples)
+    if per_example:
+        return weight.estimate_of_sum(summed)
+    return weight.estimate_of_scalar(summed)
+
+
+def _with_own_losses(
+    weight: ReplicaWeight, keras_method: Any, layer: Any, *arguments: Any, **named: Any
+) -> Any:
+    """Separates the losses that layers pass to `add_loss` by replica.
+
+    The replicas of one process call the same layers, and are traced in turns. Without this, one
+    replica would find the losses of another in `model.losses`.
+    """
+    own = weight.layer_losses.setdefault(id(layer), [])
+    with overridden([(layer, "_losses", own)]):
+        return keras_method(layer, *arguments, **named)
+
+
+# ---------------------------------------------------------------- layers and metrics
+
+
+def _by_example(
+    weight: ReplicaWeight, function: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
+    """Calls a function of (anything, a tensor, ...) whose result follows from examples as that."""
+    out = function(*arguments, **named)
+    before = tf.nest.flatten(arguments[1:2], expand_composites=True)
+    if len(before) == 1:
+        weight.flows.declare(out, weight.flows.of(before[0]))
+    return out
+
+
+def _moments(weight: ReplicaWeight, keras_moments: Any, layer: Any, inputs: Any, mask: Any) -> Any:
+    """The moments of a synchronized BatchNormalization of masked inputs.
+
+    With a mask, Keras's layer computes the moments of what it finds in its own replica. Here they
+    are those of the valid entries of the global batch, as in one process.
+    """
+    if mask is None or not layer.synchronized:
+        return keras_moments(layer, inputs, mask)
+    valid = tf.cast(tf.expand_dims(mask, -1), tf.bool)
+    valid = tf.broadcast_to(valid, tf.shape(inputs))
+    of_all = tf.distribute.get_replica_context().all_reduce
+    total = tf.distribute.ReduceOp.SUM
+
+    def summed(values: Any) -> Any:
+        return tf.reduce_sum(values, layer._reduction_axes)
+
+    ones = tf.cast(valid, inputs.dtype)
+    count, sums = of_all(total, [summed(ones), summed(tf.where(valid, inputs, 0))])
+    count += keras.config.epsilon()
+    mean = sums / count
+    shape = [1] * inputs.shape.rank
+    shape[layer.axis] = -1
+    apart = tf.where(valid, inputs - tf.reshape(mean, shape), 0)
+    (squares,) = of_all(total, [summed(tf.square(apart))])
+    return mean, squares / count
+
+
+def _update_mean(
+    weight: ReplicaWeight, keras_update: Any, metric: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    """A scalar is the mean of a batch, and the batch counts once: a replica, as its fraction."""
+    if is_symbolic(values):
+        weight.note(f"the metric {metric.name}", values)
+    if sample_weight is None:
+        values = tf.convert_to_tensor(values)
+        if values.shape == ():
+            if values.dtype.is_floating:
+                values = weight.estimate_of_scalar(values)
+            sample_weight = weight.fraction
+    return keras_update(metric, values, sample_weight)
+
+
+def _update_sum(
+    weight: ReplicaWeight, keras_update: Any, metric: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    """Sums of replicas add up; means of replicas do when weighted by their fractions."""
+    if weight.reduction_of(values) == "mean":
+        values = values * tf.cast(weight.fraction, values.dtype)
+    return keras_update(metric, values, sample_weight)
+
+
+# ---------------------------------------------------------------- training loops by hand
+
+
+def _compute_average_loss(
+    weight: ReplicaWeight,
+    tf_average: Any,
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: Any = None,
+) -> Any:
+    if global_batch_size is None or (
+        tf.is_tensor(global_batch_size)
+        and (
+            not is_symbolic(global_batch_size) or weight.flows.of(global_batch_size).kind == "size"
+        )
+    ):
+        # Eager: users pass a size that they know as a Python number.
+        rows = tf.shape(per_example_loss)[0]
+        return tf_average(per_example_loss, sample_weight, rows)
+    return weight.estimate_of_sum(tf_average(per_example_loss, sample_weight, global_batch_size))
+
+
+def _scale_regularization(weight: ReplicaWeight, original: Any, regularization_loss: Any) -> Any:
+    return tf.reduce_sum(regularization_loss)
+
+
+def _gradient(
+    weight: ReplicaWeight,
+    tape_gradient: Any,
+    tape: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """Gradients with respect to weights are estimates of those of the global loss."""
+    of_weights = all(hasattr(source, "handle") for source in tf.nest.flatten(sources))
+    if output_gradients is not None or not of_weights:
+        return tape_gradient(tape, target, sources, output_gradients, *arguments, **options)
+    weighted = weight.output_gradients(target)
+    grads = tape_gradient(tape, target, sources, weighted, *arguments, **options)
+    return weight.estimates_of_gradients(target, grads)
+
+
+_NN = (tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
+
+_HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
+    # Replicas are weighted by this module's rule, not by Keras's division by their number.
+    (loss_module, "scale_loss_for_distribution", lambda weight, keras_scale, value: value),
+    (loss_module, "unscale_loss_for_distribution", _unscale),
+    (loss_module, "apply_mask", _apply_mask),
+    (loss_module, "reduce_values", _reduce_values),
+    (loss_module, "reduce_weighted_values", _reduce_weighted_values),
+    (keras.losses.Loss, "__call__", _call_loss),
+    (Trainer, "_aggregate_additional_loss", _aggregate_additional_loss),
+    # The methods of layers that read or write their list of losses.
+    *[(keras.Layer, n, _with_own_losses) for n in ("add_loss", "_get_own_losses", "_clear_losses")],
+    # What these do with the examples of a replica's part of the batch is documented.
+    (keras.layers.BatchNormalization, "call", _by_example),
+    (keras.layers.TextVectorization, "call", _by_example),
+    (_ImageLayer, "call", _by_example),
+    (keras_nn, "ctc_loss", _by_example),  # it loops over the examples
+    (keras.layers.BatchNormalization, "_moments", _moments),
+    (keras.metrics.Mean, "update_state", _update_mean),
+    (keras.metrics.Sum, "update_state", _update_sum),
+    # The two functions that TensorFlow's tutorial on custom training loops uses.
+    *[(nn, "compute_average_loss", _compute_average_loss) for nn in _NN],
+    *[(nn, "scale_regularization_loss", _scale_regularization) for nn in _NN],
+    (tf.GradientTape, "gradient", _gradient),
+]
+"""(owner, name of a function, what replaces it: see `_hooked`)."""
+
+
+PRIVATE_NAMES: list[tuple[Any, str]] = [
+    *[(owner, name) for owner, name, _ in _HOOKS],
+    (BaseTrainer, "_aggregate_additional_loss"),
+    (keras.optimizers.Optimizer, "scale_loss"),
+]

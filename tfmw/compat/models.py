@@ -1,0 +1,306 @@
+"""Models, layers and variables: their parts, how they are built, what a user's class overrides."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
+from keras.src.trainers.data_adapters import data_adapter_utils
+from tensorflow.python.ops import resource_variable_ops
+
+from tfmw.compat.objects import Trainer, overridden, unique
+from tfmw.compat.optimizers import optimizers_of, with_inner_optimizers
+
+
+def is_model(candidate: Any) -> bool:
+    """Whether it can be trained: a `keras.Model`, or any layer that is one of Keras's trainers."""
+    return isinstance(candidate, Trainer)
+
+
+def compiled_parts(model: keras.Model) -> list[Any]:
+    """The objects that a call to `compile` replaces; None where it was never called."""
+    optimizer = getattr(model, "optimizer", None)  # an attribute from the first `compile` on
+    return [optimizer, model._compile_loss, model._compile_metrics]
+
+
+class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights
+"""(y, class_weight) -> the weight of each example, float32 [examples]."""
+
+# Keras's name of the generator of draws without a seed. 3.8 has the same value, without a constant.
+_UNSEEDED = getattr(seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
+
+_UNUSED = "_self_tfmw_unused"  # an attribute of models: parts that `build_all` has left unbuilt
+
+
+def layers_of(model: keras.Model) -> list[Any]:
+    """The model and all layers in it, each once."""
+    return list(model._flatten_layers())
+
+
+def seed_generators_of(model: keras.Model) -> list[Any]:
+    """The seed generators of a model's layers, each once."""
+    return unique(g for layer in layers_of(model) for g in getattr(layer, "_seed_generators", []))
+
+
+@contextlib.contextmanager
+def unseeded_generator() -> Iterator[None]:
+    """Within this context Keras's generator of draws without a seed exists.
+
+    Keras creates it at the first draw, which in a traced step would be on a replica. Without a draw
+    nothing has changed at the end; creating it draws from Python's generator.
+    """
+    if unseeded_state() is not None:
+        yield
+        return
+    before = random.getstate()
+    state = seed_generator.global_seed_generator().state
+    random.setstate(before)
+    try:
+        yield
+    finally:
+        if state.numpy()[1] == 0:  # draws so far; the seed before it may have become the chief's
+            global_state.set_global_attribute(_UNSEEDED, None)
+        else:
+            seed_generator.make_default_seed()
+
+
+def unseeded_state() -> Any | None:
+    """The Keras variable of `unseeded_generator`; None if it does not exist."""
+    generator = global_state.get_global_attribute(_UNSEEDED)
+    return None if generator is None else generator.state
+
+
+def with_unseeded_generator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` for other threads, as of replicas: Keras has one generator for each thread."""
+    generator = global_state.get_global_attribute(_UNSEEDED)
+
+    def call(*arguments: Any) -> Any:
+        global_state.set_global_attribute(_UNSEEDED, generator)
+        return function(*arguments)
+
+    return call
+
+
+def set_unseeded_state(value: list[int] | None) -> None:
+    """Sets Keras's generator of draws without a seed; None if it does not exist."""
+    if value is not None:
+        seed_generator.global_seed_generator().state.assign(value)
+
+
+def state_variables_of(model: keras.Model) -> list[Any]:
+    """Variables that layers update themselves, such as moving averages; not frozen weights."""
+    layers = layers_of(model)
+    return unique(v for layer in layers for v in getattr(layer, "_non_trainable_variables", []))
+
+
+def native(variable: Any) -> Any:
+    """The tf.Variable inside a Keras variable."""
+    return variable._value
+
+
+def set_native(variable: Any, value: Any) -> None:
+    """Puts a `tf.Variable` into a Keras variable."""
+    variable._value = value
+
+
+def lifted_variable(value: float) -> tf.Variable:
+    """A float32 variable [] that a function may create while it is traced, without a second trace.
+
+    `tf.function` notices each `tf.Variable` that is created in a trace, in `tf.init_scope` too, and
+    traces again.
+    """
+    with tf.init_scope():
+        return resource_variable_ops.ResourceVariable(value, trainable=False, dtype=tf.float32)
+
+
+@contextlib.contextmanager
+def substituted(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Within this context each Keras variable holds another object than its own `tf.Variable`.
+
+    Args:
+        pairs: (Keras variable, the object that it holds).
+    """
+    with overridden([(variable, "_value", value) for variable, value in pairs]):
+        yield
+
+
+def keep_message(error: Exception) -> None:
+    """Makes Keras raise an error as it is; otherwise it adds a layer's arguments to the message."""
+    error._keras_call_info_injected = True  # type: ignore[attr-defined]
+
+
+def scope_of(model: keras.Model) -> Any:
+    """The strategy in whose scope the model was created, or None."""
+    strategy = getattr(model, "_distribute_strategy", None)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def build_all(model: keras.Model, spec: Any) -> None:
+    """Creates every variable of the model, its losses, metrics and optimizer.
+
+    Args:
+        spec: structure of tf.TensorSpec, of one batch (x, y, sample weights).
+    """
+    own_step = overrides_step(model, "train_step")
+    _, *compiled = compiled_parts(model)
+    if own_step:
+        # Only the step knows the inputs of the model: a batch (anchor, positive, negative), for
+        # example, has three inputs, which Keras takes for x, y and sample weights. And it alone
+        # knows which optimizers it uses, for which variables.
+        optimizer = model.optimizer
+        alone = _unbuilt(model) == [optimizer] and optimizers_of(model) == [optimizer]
+        if alone and _updates_its_weights_only(model):
+            optimizer.build(model.trainable_variables)
+        else:
+            _trace_step(model, spec)
+    if not own_step or not all(part is None or part.built for part in compiled):
+        hidden = [(model, "optimizer", None)] if own_step else []
+        try:
+            with overridden(hidden):
+                model._symbolic_build(data_batch=spec)
+        except (RuntimeError, TypeError, AttributeError, NotImplementedError, ValueError) as error:
+            if not own_step:
+                if isinstance(error, ValueError):
+                    raise
+                _trace_step(model, spec)  # it may need TensorFlow's tensors
+    if not own_step and model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    vars(model)[_UNUSED] = _unbuilt(model)
+
+
+def _updates_its_weights_only(model: keras.Model) -> bool:
+    """Whether the user's class takes `optimizer`, and variables from nowhere but its attributes.
+
+    So its methods name modules, classes and numbers, but no variable, layer or function.
+    """
+    takes_optimizer = False
+    for owner in type(model).__mro__:
+        if owner.__module__.startswith(("keras.", "tensorflow.")):
+            continue
+        members = (getattr(m, "fget", m) for m in vars(owner).values())  # of properties, too
+        for method in filter(inspect.isfunction, members):
+            names = inspect.getclosurevars(method)
+            takes_optimizer |= "optimizer" in names.unbound  # names of attributes are among these
+            for value in [*names.globals.values(), *names.nonlocals.values()]:
+                if not isinstance(value, types.ModuleType | type | int | float | str):
+                    return False
+    return takes_optimizer
+
+
+def _trace_step(model: keras.Model, spec: Any) -> None:
+    """Traces a training step without running it.
+
+    If the step applies gradients in parts, the compiled optimizer is built for all weights, as by
+    Keras. No gradient is applied: this process may hold no weight that can be updated here.
+    """
+    optimizer = model.optimizer
+    traced = False
+
+    def build(variables: Any) -> None:
+        weights = model.trainable_variables
+        some = {id(v) for v in variables} <= {id(v) for v in weights}
+        type(optimizer).build(optimizer, list(weights) if some else variables)
+
+    def step(batch: Any) -> None:
+        nonlocal traced
+        if not traced:  # `tf.function` traces a function that has created variables again
+            traced = True
+            model.train_step(batch)
+
+    every = with_inner_optimizers(*optimizers_of(model))
+    overrides = [(each, "_backend_apply_gradients", lambda *arguments: None) for each in every]
+    with overridden([*overrides, *([] if optimizer is None else [(optimizer, "build", build)])]):
+        tf.function(step, autograph=False).get_concrete_function(spec)
+
+
+def _unbuilt(model: keras.Model) -> list[Any]:
+    """Layers, losses, metrics and optimizers of a model that have no variables yet."""
+    _, *compiled = compiled_parts(model)
+    parts = [*layers_of(model), *compiled, *optimizers_of(model)]
+    return [part for part in parts if part is not None and not part.built]
+
+
+def build_for_inputs(model: keras.Model, spec: Any) -> None:
+    """Creates the variables of the model only, from the specs of its inputs."""
+    kinds = {tf.SparseTensorSpec: {"sparse": True}, tf.RaggedTensorSpec: {"ragged": True}}
+
+    def keras_tensor(spec: Any) -> Any:
+        if spec is None:
+            return None
+        dtype = keras.backend.standardize_dtype(spec.dtype.name)
+        return keras.KerasTensor(spec.shape, dtype, **kinds.get(type(spec), {}))
+
+    model(tf.nest.map_structure(keras_tensor, spec))
+
+
+def settable_learning_rate(optimizer: Any) -> float | None:
+    """The learning rate variable if callbacks may set it; None with a schedule or several rates."""
+    if getattr(optimizer, "_inner_optimizers", None):
+        return None  # a MultiOptimizer's own rate has no effect
+    inner = getattr(optimizer, "inner_optimizer", None) or optimizer
+    rate = getattr(inner, "_learning_rate", None)
+    return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
+
+
+def limits_for_debugging() -> tuple[int | None, int | None]:
+    """The most epochs, and the most steps of an epoch, that the user set in `keras.config`."""
+    names = ("max_epochs", "max_steps_per_epoch")  # since Keras 3.11
+    epochs, steps = (getattr(keras.config, name, lambda: None)() for name in names)
+    return epochs, steps
+
+
+def needs_build(model: keras.Model) -> bool:
+    """Whether the first batch would create variables of the model."""
+    unused = {id(part) for part in vars(model).get(_UNUSED, [])}
+    return any(id(part) not in unused for part in _unbuilt(model))
+
+
+def overrides_step(model: keras.Model, name: str) -> bool:
+    """Whether the user's class overrides `train_step` or `test_step`."""
+    return getattr(type(model), name) is not getattr(Trainer, name)
+
+
+def should_validate(model: keras.Model, epoch: int, validation_freq: Any) -> bool:
+    """Whether Keras validates after this epoch (from 0)."""
+    return bool(model._should_eval(epoch, validation_freq))
+
+
+def profiles_batches(tensorboard: keras.callbacks.TensorBoard) -> bool:
+    """Whether the callback has a `profile_batch`, which it stores under other names."""
+    return bool(tensorboard._should_trace)
+
+
+def event_writers(tensorboard: keras.callbacks.TensorBoard) -> list[Any]:
+    """The open `tf.summary.SummaryWriter`s of the callback."""
+    return list(tensorboard._writers.values())
+
+
+def requested_initial_epoch(model: keras.Model) -> int | None:
+    """The epoch from which Keras's BackupAndRestore resumes; None without one."""
+    return model._initial_epoch
+
+
+def has_synchronized_batch_norm(model: keras.Model) -> bool:
+    """Whether a layer of the model is a BatchNormalization over all replicas."""
+    norms = (x for x in layers_of(model) if isinstance(x, keras.layers.BatchNormalization))
+    return any(layer.synchronized for layer in norms)
+
+
+PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (Trainer, "_symbolic_build"),
+    (Trainer, "_should_eval"),
+    (keras.Model, "_flatten_layers"),
+    (keras.optimizers.Optimizer, "_backend_apply_gradients"),
+    (data_adapter_utils, "class_weight_to_sample_weights"),
+    (seed_generator, "global_seed_generator"),
+    (seed_generator, "make_default_seed"),
+    (resource_variable_ops, "ResourceVariable"),
+]

@@ -1,0 +1,238 @@
+"""Shuffles of tf.data: the order of a pass from any position on, and the seeds that passes draw.
+
+    order = ShuffleOrder(1000, length, pair_of_pass([7, 1], number=3))
+    for block in order.blocks(start=80_000_000): ...      # int64 [n]: positions in the input
+    ShuffleSeeds(shuffle).passes = 3                      # the next pass is the fourth
+
+A shuffle holds `buffer_size` elements. Output t is element j of those held, `j = t + random(t) %
+number held`, and element t takes the place of j (tensorflow/core/kernels/data/
+shuffle_dataset_op.cc). Random numbers come from Philox with the pass's two seeds, so that of any
+output can be computed alone. The elements held at output t depend on a few buffers of outputs
+before it, so the cost does not grow with t.
+
+A shuffle with `reshuffle_each_iteration` has a generator, which each pass asks for a pair of seeds.
+The generator belongs to the dataset object, so the order of a pass depends on all passes before it.
+TensorFlow reads and writes its state only as a part of an iterator's (`SaveInternal` and
+`RestoreInternal` there).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import tensor_pb2
+from tensorflow.python.data.ops import iterator_ops
+
+from tfmw.compat import datasets
+
+_BLOCK = 1 << 17
+_PHILOX = tf.random.Algorithm.PHILOX.value
+_HISTORY = 16  # buffers of outputs that are computed to know the elements held, at first
+
+_DRAWN = b"epoch_num_random_samples"
+_PER_PASS = 2  # numbers that a pass draws
+_MOST_BEGUN = 3
+_IGNORE = tf.data.experimental.ExternalStatePolicy.IGNORE.value
+
+
+class ShuffleOrder:
+    """One pass of a shuffle.
+
+    Args:
+        buffer_size: of the shuffle.
+        length: of its input; None if it is infinite.
+        seeds: the pair of this pass.
+    """
+
+    def __init__(self, buffer_size: int, length: int | None, seeds: Sequence[int]):
+        self._buffer = buffer_size if length is None else min(buffer_size, length)
+        self._length = length
+        self._seeds = seeds
+
+    def blocks(self, start: int) -> Iterator[np.ndarray]:
+        """Yields the positions of outputs start, start + 1, ... in the input, block by block."""
+        held, end = self._held_at(start), self._length
+        while end is None or start < end:
+            count = _BLOCK if end is None else min(_BLOCK, end - start)
+            out, held = self._run(start, held, count)
+            yield out
+            start += count
+
+    def _held_at(self, start: int) -> np.ndarray:
+        """The contents of positions start, start + 1, ... before output `start`."""
+        history = _HISTORY * self._buffer
+        while True:
+            first = max(0, start - history)
+            # What a position has at `first` is not known, unless nothing has moved yet.
+            held = np.full(self._buffer, -1) if first else np.arange(self._buffer)
+            while first < start:
+                count = min(max(_BLOCK, self._buffer), start - first)
+                held = self._run(first, held, count)[1]
+                first += count
+            if (held >= 0).all():
+                return held
+            history *= 4
+
+    def _run(self, first: int, held: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """(outputs first, first + 1, ..., the contents of positions from first + count on)."""
+        numbers = np.arange(count)
+        sizes: np.ndarray | int = self._buffer
+        stop = first + count + self._buffer
+        if self._length is not None:
+            sizes = np.minimum(self._buffer, self._length - first - numbers)
+            stop = min(stop, self._length)
+        contents = np.concatenate([held, np.arange(first + len(held), stop)])
+        chosen = numbers + _random(self._seeds, first, count) % sizes
+        # The output that moved something to each position last; itself does not count.
+        moved_by = np.full(len(contents), -1)
+        moves = chosen != numbers
+        moved_by[chosen[moves]] = numbers[moves]
+        # What moves to a position was moved there before, and so on.
+        root = np.where(moved_by[:count] >= 0, moved_by[:count], numbers)
+        while not np.array_equal(further := root[root], root):
+            root = further
+        moved = contents[root]
+        by_choice = np.argsort(chosen, kind="stable")
+        again = chosen[by_choice[1:]] == chosen[by_choice[:-1]]
+        out = contents[chosen]
+        out[by_choice[1:][again]] = moved[by_choice[:-1][again]]
+        rest = moved_by[count:]
+        return out, np.where(rest >= 0, moved[rest], contents[count:])
+
+
+def pair_of_pass(seeds: Sequence[int], number: int, reshuffles: bool = True) -> list[int]:
+    """The pair of seeds of pass `number` of a shuffle with these seeds."""
+    return [int(s) for s in _random(seeds, 2 * number, 2)] if reshuffles else list(seeds)
+
+
+@functools.cache
+def has_known_order() -> bool:
+    """Whether the shuffles of this TensorFlow have the order that is computed here."""
+    shuffle = datasets.shuffled(tf.data.Dataset.range(50), 7, [3, 2**40 + 5], True)
+    for number in range(2):
+        theirs = [int(i) for i in shuffle]
+        order = ShuffleOrder(7, 50, pair_of_pass([3, 2**40 + 5], number))
+        if np.concatenate(list(order.blocks(40))).tolist() != theirs[40:]:
+            return False
+    return True
+
+
+def _random(seeds: Sequence[int], first: int, count: int) -> np.ndarray:
+    """int64 [count]: 32-bit samples first, first + 1, ... of Philox4x32-10.
+
+    See Salmon et al., "Parallel random numbers: as easy as 1, 2, 3".
+    """
+    key, high = (np.uint64(seed % 2**64) for seed in seeds)
+    with tf.init_scope(), tf.device("cpu:0"):
+        samples = tf.raw_ops.StatelessRandomUniformFullIntV2(
+            shape=[first % 4 + count],
+            key=[key],
+            counter=[np.uint64(first // 4), high],  # one for four samples
+            alg=_PHILOX,
+            dtype=tf.uint32,
+        )
+    return samples.numpy()[first % 4 :].astype(np.int64)
+
+
+class ShuffleSeeds:
+    """The seeds of the shuffle that `dataset` ends in.
+
+    No element is read: a shuffle opens its input at its first element.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset):
+        self._dataset = dataset
+        self._iterator = iter(dataset)
+        self._number = 0  # of the shuffle's state, among those of all iterators
+        self._set(self._read()[_DRAWN] - _PER_PASS)
+
+    @property
+    def passes(self) -> int:
+        """How many passes over the shuffle have begun."""
+        return self._read()[_DRAWN] // _PER_PASS
+
+    @passes.setter
+    def passes(self, passes: int) -> None:
+        self.set(passes)
+
+    def set(self, passes: int, now: int | None = None) -> None:
+        """Sets how many passes have begun.
+
+        Args:
+            now: how many have, if it is known.
+        """
+        missing = passes - (self.passes if now is None else now)
+        if 0 <= missing <= _MOST_BEGUN:
+            self.begin(missing)
+        else:
+            self._set(passes * _PER_PASS)
+
+    def begin(self, passes: int) -> None:
+        """Begins passes that nobody reads; faster than to set their number."""
+        for _ in range(passes):
+            tf.raw_ops.MakeIterator(
+                dataset=self._dataset._variant_tensor, iterator=self._iterator._iterator_resource
+            )
+
+    @property
+    def pair(self) -> list[int]:
+        """The pair of seeds of an own pass, which every pass has without reshuffles."""
+        state = self._read()
+        return [state[b"seed"], state[b"seed2"]]
+
+    def _read(self) -> dict[bytes, int]:
+        _, _, names, values = self._found()
+        return dict(zip(names, map(int, values), strict=True))
+
+    def _set(self, drawn: int) -> None:
+        states, number, names, values = self._found()
+        values[names.index(_DRAWN)] = tf.constant(drawn, tf.int64)
+        state = _variant(states[number])
+        state.tensors[0].CopyFrom(_proto(tf.raw_ops.CompressElement(components=values)))
+        changed = tensor_pb2.TensorProto(dtype=tf.variant.as_datatype_enum, variant_val=[state])
+        states[number] = tf.io.parse_tensor(changed.SerializeToString(), tf.variant)
+        tf.raw_ops.DeserializeIterator(
+            resource_handle=self._iterator._iterator_resource, serialized=tf.stack(states)
+        )
+
+    def _found(self) -> tuple[list[tf.Tensor], int, list[bytes], list[tf.Tensor]]:
+        """(states of all iterators, number of the shuffle's, its names, their int64 values)."""
+        states = tf.unstack(
+            tf.raw_ops.SerializeIterator(
+                resource_handle=self._iterator._iterator_resource, external_state_policy=_IGNORE
+            )
+        )
+        for number in range(self._number, len(states)):
+            proto = _variant(states[number])
+            names = proto.metadata.split(b"@@")[1:]
+            if _DRAWN in names:
+                self._number = number
+                compressed = tf.io.parse_tensor(proto.tensors[0].SerializeToString(), tf.variant)
+                values = tf.raw_ops.UncompressElement(
+                    compressed=compressed,
+                    output_types=[tf.int64] * len(names),
+                    output_shapes=[[]] * len(names),
+                )
+                return states, number, names, list(values)
+        raise AssertionError("an iterator over a shuffle has its seeds in its state")
+
+
+def _proto(tensor: tf.Tensor) -> Any:
+    return tensor_pb2.TensorProto.FromString(tf.io.serialize_tensor(tensor).numpy())
+
+
+def _variant(scalar: tf.Tensor) -> Any:
+    """VariantTensorDataProto of a scalar, which its size in bytes precedes, as a varint."""
+    content = _proto(scalar).tensor_content
+    begin = next(i for i, byte in enumerate(content) if byte < 0x80) + 1
+    return tensor_pb2.VariantTensorDataProto.FromString(content[begin:])
+
+
+PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (iterator_ops.OwnedIterator, "_create_iterator"),  # which sets _iterator_resource
+    (tf.data.Dataset, "_variant_tensor"),
+]

@@ -1,0 +1,131 @@
+"""Reading TensorFlow Datasets from many processes at once.
+
+`tfds.load` prepares a dataset (downloads, converts, writes TFRecords) at its first use. If several
+processes on one file system call it, each prepares the dataset, and all but one fail when they
+rename their copy. Here one process prepares the dataset, and the other processes wait:
+
+    from tfmw import datasets
+
+    train = datasets.load("tfmw_digits", "train", as_supervised=True)   # ships with tfmw
+    train = datasets.load("mnist", "train", as_supervised=True)         # downloaded by TFDS
+
+Importing `tfmw.data.datasets.digits` registers the name "tfmw_digits" with TFDS; `load` imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow_datasets as tfds
+
+from tfmw.storage import disk
+
+__all__ = ["default_data_dir", "load", "one_process_at_a_time", "prepared"]
+
+# Datasets that ship with tfmw: their names, and the modules that register them.
+_OWN = {"tfmw_digits": "tfmw.data.datasets.digits"}
+
+
+def load(
+    name: str, split: str, *, data_dir: str | os.PathLike[str] | None = None, **kwargs: Any
+) -> Any:
+    """Reads a dataset as `tfds.load` does, preparing it first, in one process at a time.
+
+    Args:
+        name: a TFDS name: "tfmw_digits", "mnist", "my_dataset/config:1.0.0".
+        split: a TFDS split: "train", "test", "train+test", "train[:80%]".
+        data_dir: directory of the TFRecords. By default that of TFDS, or `default_data_dir()` for
+            the datasets that ship with tfmw.
+        **kwargs: to `tfds.load`: `as_supervised`, `read_config`, `shuffle_files`, ...
+
+    Returns:
+        The result of `tfds.load`: by default a `tf.data.Dataset` of unbatched examples.
+    """
+    prepared(name, data_dir=data_dir)
+    where = None if data_dir is None else os.fspath(data_dir)
+    return tfds.load(name, split=split, data_dir=where, download=False, **kwargs)
+
+
+def prepared(
+    name: str, *, data_dir: str | os.PathLike[str] | None = None
+) -> tfds.core.DatasetBuilder:
+    """The builder of a dataset, after preparing it in one process at a time.
+
+    Args:
+        name, data_dir: as for `load`.
+    """
+    own = _OWN.get(name.partition("/")[0].partition(":")[0])
+    if own is not None:
+        importlib.import_module(own)
+    where = None if data_dir is None else os.fspath(data_dir)
+    builder = tfds.builder(name, data_dir=where)
+    if not builder.data_path.exists():  # TFDS renames complete data to this name
+        with one_process_at_a_time(builder.data_dir):
+            # A new builder: another process may have prepared the dataset meanwhile.
+            tfds.builder(name, data_dir=where).download_and_prepare()
+        builder = tfds.builder(name, data_dir=where)
+    return builder
+
+
+@contextlib.contextmanager
+def one_process_at_a_time(data_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Holds the lock on a TFDS version directory while it is prepared.
+
+    The lock is a POSIX record lock (fcntl(2)) on a file beside the directory. The kernel drops it
+    when its holder dies, it works over NFS, and the process that holds it may take it again. There
+    is no lock on a remote `data_dir` (`gs://...`): prepare such data once, before the job.
+    """
+    path = os.fspath(data_dir)
+    if "://" in path:
+        yield
+        return
+    lock = Path(path + ".lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError as e:
+            if e.errno not in disk.NO_LOCKS:
+                raise
+            # TFDS renames a complete directory: processes without the lock do the work twice.
+        yield
+
+
+def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """The directory in which the datasets that ship with tfmw are prepared.
+
+    `$TFDS_DATA_DIR`, TFDS's own setting, if it is set; else `tfmw/datasets` in the user's cache
+    directory (`$XDG_CACHE_HOME`, `$HOME/.cache`); else, without a writable home, a directory of
+    this user in the system's temporary directory.
+    """
+    if explicit := environ.get("TFDS_DATA_DIR"):
+        return Path(explicit)
+    cache = environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # the XDG base directory specification: relative means unset
+        cache = os.path.join(environ.get("HOME", ""), ".cache")
+    if os.path.isabs(cache):
+        path = Path(cache, "tfmw", "datasets")
+        with contextlib.suppress(OSError):
+            path.mkdir(parents=True, exist_ok=True)
+            if os.access(path, os.W_OK | os.X_OK):
+                return path
+    return _private_temporary_dir(environ)
+
+
+def _private_temporary_dir(environ: Mapping[str, str]) -> Path:
+    """`/tmp/tfmw-UID/datasets`: the same for every process of this user, for no other user."""
+    home = Path(environ.get("TMPDIR") or tempfile.gettempdir(), f"tfmw-{os.getuid()}")
+    with contextlib.suppress(OSError):
+        home.mkdir(mode=0o700, exist_ok=True)
+        status = home.lstat()
+        if status.st_uid == os.getuid() and status.st_mode & 0o170022 == 0o040000:
+            return home / "datasets"
+    # Another user owns that directory, or may write to it.
+    return Path(tempfile.mkdtemp(prefix="tfmw-"), "datasets")

@@ -1,0 +1,290 @@
+"""The process that an engine starts for each task: runs it as a child, connected to its job.
+
+    run_task(contact, rank=1, payload=lambda: [data], host="h1")
+    python -m tfmw.launcher.engines.agent FOLDER RANK  # the same, by files of a shared folder
+
+The agent reserves a port, introduces itself to the controller and does what that asks for: look at
+a directory, unpack a backup, start the task, end it. It sends back output, progress, backups and
+the result. When the connection is lost it ends the task. Nothing here imports TensorFlow; the task
+does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import io
+import json
+import os
+import queue
+import socket
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tfmw.cluster import shared_directories
+from tfmw.cluster.signals import Signals
+from tfmw.cluster.sockets import reserved_ports
+from tfmw.cluster.versions import common_versions
+from tfmw.errors import TfmwError
+from tfmw.launcher import call
+from tfmw.launcher.attempt import SETTLE_S, AttemptContext
+from tfmw.launcher.engines import own_files
+from tfmw.launcher.engines.engine import TIMING, Contact
+from tfmw.launcher.environment import task_environment
+from tfmw.launcher.options import LocalRun
+from tfmw.launcher.output import Display
+from tfmw.launcher.remote.links import Links
+from tfmw.launcher.remote.messages import (
+    AgentHello,
+    BackupFiles,
+    End,
+    Ended,
+    Leave,
+    Line,
+    Look,
+    Looked,
+    Message,
+    Output,
+    Refused,
+    Setup,
+    Start,
+    StepReached,
+    built,
+)
+from tfmw.launcher.remote.tasks import TasksOfOneMachine
+from tfmw.launcher.run_status import RunStatus
+from tfmw.launcher.spawn import Spawner
+
+CONTACT, PAYLOAD = "contact.json", "payload"
+"""Files that the controller writes into the folder of a job, where all hosts share it."""
+
+BACKUPS = "TFMW_JOB_BACKUPS"
+"""Variable of each task: a folder of its own whose newest backup the job keeps."""
+
+_LOOK_S = 0.05  # seconds between two looks at the task
+_TELL_S = 0.5  # seconds between two reports of progress
+_BACKLOG = 1 << 20  # bytes that may be unsent before a backup
+_MARKER_S = 10.0  # in which a file must appear in a directory that several hosts share
+_FAREWELL_S = 60.0  # in which the controller takes the result
+
+
+def run_task(
+    contact: Contact, rank: int, payload: Callable[[], call.Payload], host: str | None = None
+) -> None:
+    """Runs one task of a job, until it has ended and its result is sent.
+
+    Args:
+        contact: how to reach the controller.
+        rank: which task.
+        payload: returns the packed call; called just before the task starts.
+        host: this machine's name in messages; by default the system's.
+
+    Raises:
+        TfmwError: the controller cannot be reached.
+    """
+    _Agent(contact, rank, payload, host or socket.gethostname()).run()
+
+
+class _Forward(Display):
+    """Sends the output of a task to the controller, which prints it."""
+
+    def __init__(self, links: Links) -> None:
+        super().__init__(io.StringIO())
+        self._links = links
+
+    def feed(self, task: str, data: bytes, final: bool = False) -> None:
+        self._links.to_leader(Output(final, data))
+
+    def line(self, text: str) -> None:
+        self._links.to_leader(Line(text))
+
+
+@dataclasses.dataclass
+class _Agent:
+    """One task, and its connection; see `run_task`."""
+
+    contact: Contact
+    rank: int
+    payload: Callable[[], call.Payload]
+    host: str
+
+    def run(self) -> None:
+        """Serves the controller until the task has ended."""
+        with contextlib.ExitStack() as self.stack, contextlib.ExitStack() as ports:
+            folder = tempfile.TemporaryDirectory(prefix="tfmw-task-", ignore_cleanup_errors=True)
+            self.folder = Path(self.stack.enter_context(folder))
+            self.backups = self.folder / "backups"  # the job keeps the newest of them
+            self.sent_backup = ""
+            self.inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+            links = Links(self.contact.token.encode(), self.inbox.put, TIMING)
+            self.links = self.stack.enter_context(links)
+            (port,) = ports.enter_context(reserved_ports(1))
+            own = self.rank, self.contact.attempt, self.host
+            self.links.dial(
+                "controller",
+                [(host, self.contact.port) for host in self.contact.hosts],
+                lambda address: AgentHello(*own, address, port, common_versions()),
+            )
+            wait_connected(self.inbox)
+            tasks: TasksOfOneMachine | None = None
+            while (message := self._next()) is not None:
+                match message:
+                    case Look():
+                        self._look(message)
+                    case BackupFiles(body=body):
+                        self.sent_backup = unpack(body, self.backups)
+                    case Setup():
+                        tasks = self._set_up(message)
+                    case Start() if tasks is not None:
+                        ports.close()
+                        tasks.do(message)
+                        self._watch(tasks)
+                        return
+                    case End() | Refused():
+                        return
+
+    def _next(self, timeout_s: float | None = None) -> Message | None:
+        """The controller's next message; None once the connection is lost. Raises queue.Empty."""
+        event, *arguments = self.inbox.get(timeout=timeout_s)
+        message: Message | None = arguments[0] if event == "from_leader" else None
+        return message
+
+    # ---- before the start ------------------------------------------------------------------------
+
+    def _look(self, look: Look) -> None:
+        names = look.names
+        if not names:
+            markers = shared_directories.markers(look.directories)
+            names, problems = self.stack.enter_context(markers)
+        else:
+            found = (
+                shared_directories.find_marker(
+                    option, path, names[option] or "", look.chief, _MARKER_S
+                )
+                for option, path in look.directories.items()
+            )
+            problems = [problem for problem in found if problem is not None]
+        self.links.to_leader(Looked(names, tuple(problems)))
+
+    def _set_up(self, setup: Setup) -> TasksOfOneMachine:
+        with contextlib.suppress(OSError):
+            self.stack.enter_context(contextlib.chdir(setup.folder))
+        os.environ["COLUMNS"] = str(setup.columns)  # a task's terminal gets this width
+        environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+        secret = hmac.digest(self.contact.token.encode(), b"tfmw tasks", "sha256").hex()
+        environ |= {"TFMW_TOKEN": secret, call.ELSEWHERE: self.host, BACKUPS: str(self.backups)}
+        command = list(setup.command)
+        if command[0] == "script" and not os.path.isfile(command[1]):
+            script = self.folder / "script" / os.path.basename(command[1])
+            script.parent.mkdir()
+            script.write_bytes(setup.body)
+            command[1] = str(script)
+        payload = self.payload() if command[0] == "call" else None
+        context = AttemptContext(
+            run=LocalRun(command, [("worker", self.rank)], setup.options, payload=payload),
+            directory=self.folder / "run",
+            status=RunStatus(self.folder / "run", command),  # the job shows it
+            env=task_environment({**environ, **setup.env}, setup.live),
+            spawner=self.stack.enter_context(Spawner()),
+            display=_Forward(self.links),
+            live=f"worker {self.rank}" if setup.live else None,
+            stop=self.stack.enter_context(Signals()),
+        )
+        tasks = TasksOfOneMachine(context, env=setup.own_env, settle_s=SETTLE_S)
+        self.stack.callback(tasks.close)
+        return tasks
+
+    # ---- the task --------------------------------------------------------------------------------
+
+    def _watch(self, tasks: TasksOfOneMachine) -> None:
+        """Returns once the task has ended, and the controller has its result or is gone."""
+        told, wanted, ended = 0.0, True, None
+        while ended is None:
+            found = tasks.look(_LOOK_S)
+            ended = found if isinstance(found, Ended) else None
+            with contextlib.suppress(queue.Empty):
+                message = self._next(0.0)
+                if message is None or isinstance(message, End):
+                    wanted, ended = False, ended or tasks.end()
+                elif isinstance(message, Leave):
+                    tasks.do(message)
+            if time.monotonic() - told >= _TELL_S:
+                told = time.monotonic()
+                self.links.to_leader(StepReached(tasks.step, tasks.division))
+                if self.links.backlog < _BACKLOG:  # the backup before has been sent
+                    self._send_backup()
+        self._send_backup()
+        self.links.to_leader(ended)
+        deadline = time.monotonic() + _FAREWELL_S
+        with contextlib.suppress(queue.Empty):
+            while wanted:
+                message = self._next(max(0.0, deadline - time.monotonic()))
+                wanted = not (message is None or isinstance(message, End))
+
+    def _send_backup(self) -> None:
+        """Sends the newest complete backup, if the controller does not have it."""
+        try:
+            newest = max(p.name for p in self.backups.glob("step_*"))
+            if newest != self.sent_backup:
+                self.links.to_leader(BackupFiles(newest, packed(self.backups / newest)))
+                self.sent_backup = newest
+        except (ValueError, OSError):  # none yet, or it has just been replaced by a newer one
+            return
+
+
+def wait_connected(
+    inbox: queue.SimpleQueue[tuple[Any, ...]],
+    timeout_s: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Waits for the connection to the controller.
+
+    Raises:
+        TfmwError: none of its addresses was reached in time.
+    """
+    deadline = clock() + timeout_s
+    while (event := inbox.get())[0] != "leader_connected":
+        problems = ", ".join(f"{host}:{port} ({why})" for (host, port), why in event[3].items())
+        if clock() > deadline:
+            raise TfmwError(
+                f"this task reached its job's controller at none of {problems}: let the hosts of "
+                "the job connect to each other on all TCP ports."
+            )
+
+
+def packed(directory: Path) -> bytes:
+    """A directory as a tar archive."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.add(directory, directory.name)
+    return archive.getvalue()
+
+
+def unpack(archive: bytes, folder: Path) -> str:
+    """Writes the directory of an archive into `folder`; returns its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(folder, filter="data")
+        return tar.getnames()[0]
+
+
+def main(folder: Path, rank: int, host: str | None) -> None:
+    """Runs a task of a job whose controller has left `contact.json` and the call in a folder."""
+    try:
+        contact = built(Contact, json.loads(own_files.read(folder, CONTACT)))
+    except OSError as error:
+        sys.exit(
+            f"tfmw: the folder of the job, {folder}, cannot be read here ({error.strerror}): it "
+            "must be one that all hosts share; see directory= of the engine."
+        )
+    run_task(contact, rank, lambda: [own_files.read(folder, PAYLOAD)], host)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), None)

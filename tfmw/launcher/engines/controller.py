@@ -1,0 +1,230 @@
+"""The controller of a job: runs attempts until the restart policy ends the job, and reports.
+
+    state = Controller(spec, tasks, folder).run()          # "done", "failed", "cancelled", ...
+
+It runs where the engine puts it: in Slurm's batch script, in an actor of Ray, beside Spark's
+driver. What it writes into its folder is all that others see of the job (`job.py` has the names). A
+file named `cancel` in it ends the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import pickle
+import queue
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tfmw.cluster import sockets
+from tfmw.cluster.signals import Signals
+from tfmw.errors import PREEMPTED
+from tfmw.launcher.attempts import wait
+from tfmw.launcher.engines import job as jobs
+from tfmw.launcher.engines import own_files
+from tfmw.launcher.engines.engine import TIMING, JobSpec, Tasks
+from tfmw.launcher.engines.job_attempt import LIVE, JobAttempt
+from tfmw.launcher.output import Display
+from tfmw.launcher.remote.links import Links
+from tfmw.launcher.remote.messages import AgentHello, Message
+from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
+from tfmw.launcher.result import Result, exit_status
+from tfmw.observe.goodput import Division
+
+CANCEL = "cancel"
+
+INTERRUPTED = "interrupted"
+"""Of a controller that its engine ends while tasks fail, as when a node is lost. Only the engine
+knows whether the job is queued again, so the controller writes no last state."""
+
+_POLL_S = 0.1
+_GROW_EVERY_S = 10.0
+_ENDED = {0: "done", 1: "failed", 2: "failed", PREEMPTED: "preempted"}
+
+
+@dataclasses.dataclass
+class Controller:
+    """Runs one job."""
+
+    spec: JobSpec
+    tasks: Tasks
+    folder: Path  # for the job's files
+    stop: Signals = dataclasses.field(default_factory=Signals)
+
+    def __post_init__(self) -> None:
+        self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._connections = itertools.count()
+        self._policy = RestartPolicy(self.spec.setup.options, self.spec.workers[1])
+        self._policy.division = Division(at=time.time())
+        self._written: dict[str, Any] = {}
+        self._growing = False
+
+    def run(self) -> str:
+        """Runs the job; returns its last state, which `status.json` has then, or INTERRUPTED."""
+        state, problem, backup = "failed", "", b""
+        with own_files.append(self.folder / jobs.OUTPUT) as output:
+            self._output = output
+            try:
+                token, listener = self.spec.token.encode(), sockets.listen()
+                port = listener.getsockname()[1]
+                with Links(token, self._inbox.put, TIMING, listener, self._welcome) as links:
+                    state, problem = self._run_attempts(links, port)
+            except Exception as error:  # whoever waits for the job must learn of it
+                traceback.print_exc(file=output)
+                problem = f"its controller failed: {type(error).__name__}: {error}"
+            finally:
+                try:
+                    backup = self.tasks.kept()
+                    self.tasks.close()
+                except Exception:
+                    traceback.print_exc(file=output)
+        if backup:
+            own_files.write(self.folder / jobs.BACKUP, backup)
+        if state != INTERRUPTED:
+            self._say(state=state, problem=problem)
+        return state
+
+    def _run_attempts(self, links: Links, port: int) -> tuple[str, str]:
+        failures: list[Any] = []
+        for number in itertools.count(self._first_attempt()):
+            count = self._placed()
+            if not count and self.stop.received and self.tasks.requeues:
+                return "queued", ""
+            if not count:
+                return "cancelled", "it was cancelled before its tasks had a place"
+            self._say(state="starting" if number == 0 else "restarting", attempt=number)
+            display = Display(self._output, LIVE if self.spec.setup.live else None)
+            attempt = JobAttempt(
+                self.spec, self.tasks, links, display, number, count, self._policy.division
+            )
+            try:
+                attempt.start(port)
+                self._watch(attempt)
+            finally:
+                attempt.end()
+            if self._cancelled():
+                return "cancelled", "it was cancelled"
+            self._policy.division = attempt.ending.division
+            self._say(**{jobs.POLICY: self._policy.saved()})
+            outcome = attempt.ending.outcome(time.monotonic())
+            found = dataclasses.replace(outcome, signals=tuple(self.stop.received))
+            if self._growing and found.preempted and self.tasks.requeues:
+                return "queued", ""  # the engine starts the job again with more tasks
+            self._growing = False
+            if self.stop.received and found.failures and self.tasks.requeues:
+                return INTERRUPTED, ""
+            failures += found.failures if not failures else found.failures[:1]
+            decision = self._policy.decide(found)
+            if decision.message:
+                display.line(f"tfmw: {decision.message}")
+            if not decision.restart:
+                return self._finish(attempt, found, failures)
+            counted = {"restarts": self._policy.restarts, jobs.POLICY: self._policy.saved()}
+            self._say(state="restarting", step=found.step, **counted)
+            wait(decision.delay_s, self._is_to_end)
+        raise AssertionError("unreachable")
+
+    def _welcome(self, hello: Message) -> int:
+        """A name for each connection: a task of an earlier attempt may have the rank of another."""
+        if not isinstance(hello, AgentHello):
+            raise ValueError("no task of this job")
+        return next(self._connections)
+
+    def _first_attempt(self) -> int:
+        """0, or the next one of a job that was queued again, with the restarts that it has left."""
+        before: dict[str, Any] = {}
+        with contextlib.suppress(FileNotFoundError):
+            before = json.loads(own_files.read(self.folder, jobs.STATUS))
+        kept = ("attempt", "restarts", "backup", jobs.POLICY)
+        self._written = {name: before[name] for name in kept if name in before}
+        if jobs.POLICY in before:
+            self._policy.restore(before[jobs.POLICY])
+        self._say(state="queued")
+        return int(before.get("attempt", -1)) + 1
+
+    def _placed(self) -> int:
+        """Waits until the engine has room for the tasks: how many; 0 if cancelled."""
+        while not self._is_to_end():
+            if count := self.tasks.available(*self.spec.workers):
+                return count
+            time.sleep(_POLL_S)
+        return 0
+
+    def _is_to_end(self) -> bool:
+        return self._cancelled() or bool(self.stop.received)
+
+    def _watch(self, attempt: JobAttempt) -> None:
+        """Returns when the attempt is over, or the job is to end."""
+        grow_at = time.monotonic() + _GROW_EVERY_S
+        asked = False
+        while not attempt.look():
+            try:
+                attempt.handle(*self._inbox.get(timeout=_POLL_S))
+                while True:
+                    attempt.handle(*self._inbox.get_nowait())
+            except queue.Empty:
+                pass
+            if attempt.phase == "running":
+                self._say(state="running", **attempt.details())
+            if self._cancelled():
+                return
+            if self.stop.received and not asked:
+                asked = True
+                attempt.ask_to_leave()
+            if not asked and time.monotonic() > grow_at:
+                grow_at = time.monotonic() + _GROW_EVERY_S
+                if self._can_grow(attempt):
+                    asked = self._growing = True
+                    line = "there is a place for more tasks: all save their state"
+                    attempt.display.line(f"tfmw: {line}")
+                    attempt.ask_to_leave()
+
+    def _can_grow(self, attempt: JobAttempt) -> bool:
+        least, most = self.spec.workers
+        return (
+            least < most
+            and self.spec.setup.options.max_restarts > 0
+            and attempt.count < most
+            and attempt.ending.step > 0
+            and self.tasks.room(most) > attempt.count
+        )
+
+    def _finish(
+        self, attempt: JobAttempt, found: AttemptOutcome, failures: list[Any]
+    ) -> tuple[str, str]:
+        """Writes the result; returns the job's last state, and its problem."""
+        log = self.folder / jobs.OUTPUT
+        failed = tuple(dataclasses.replace(f, log=log) for f in failures) if found.failures else ()
+        status = exit_status(failed, preempted=found.preempted)
+        result = Result(
+            status=status,
+            tasks={},
+            failures=failed,
+            directory=None,
+            attempts=attempt.number + 1,
+            restarts=self._policy.restarts,
+            goodput=attempt.ending.goodput(),
+        )
+        # The log is what they are printed to.
+        lines = [x for x in result.summary() if not x.startswith("tfmw: log of ")]
+        for line in lines:
+            self._output.write(f"{line}\n")
+        self._output.flush()
+        own_files.write(self.folder / jobs.RESULT, pickle.dumps((result, attempt.results())))
+        if status == PREEMPTED and self.tasks.requeues:
+            return "queued", ""
+        return _ENDED[status], lines[-1] if status else ""
+
+    def _cancelled(self) -> bool:
+        return (self.folder / CANCEL).exists()
+
+    def _say(self, **known: Any) -> None:
+        """Writes the job's status, where it has changed."""
+        status = {**self._written, **known}
+        if status != self._written:
+            self._written = status
+            own_files.write(self.folder / jobs.STATUS, json.dumps(status).encode())

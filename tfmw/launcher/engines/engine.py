@@ -1,0 +1,191 @@
+"""An engine: a system that places processes on machines, and accounts for them.
+
+    class Mine(Engine):              # settings, and what the caller's process asks for
+        def submit(self, spec, payload): ...      # a handle of the job's controller
+        def attach(self, number): ...             # the same, from another process
+
+    class MyTasks(Tasks):            # beside the controller: start these tasks, watch, end
+        def start(self, count, contact): ...
+        def lost(self): ...
+        def end(self): ...
+
+Everything else is shared. `local_jobs.py` is the shortest engine.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import importlib
+import secrets
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from tfmw.cluster.versions import common_versions
+from tfmw.errors import UsageError, is_whole
+from tfmw.launcher.call import Payload
+from tfmw.launcher.remote.links import Timing
+from tfmw.launcher.remote.messages import Setup
+
+TIMING = Timing(beat_s=2.0, silence_s=20.0, hello_s=10.0)
+"""Of the connections between a controller and its tasks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSpec:
+    """A job, for the controller; the call itself travels as the payload."""
+
+    setup: Setup  # of each task
+    workers: tuple[int, int]  # the least and the largest number of tasks
+    # Versions that must be the same in every task, by name.
+    facts: Mapping[str, str] = dataclasses.field(default_factory=common_versions)
+    # Those that every task must see, by the name of the argument.
+    directories: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Proves to the controller that a task belongs to the job.
+    token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Contact:
+    """How a task reaches the controller."""
+
+    hosts: tuple[str, ...]  # names or addresses of its machine, the likeliest first
+    port: int
+    token: str  # of the job
+    attempt: int  # number of the attempt that the task is started for
+
+
+class Tasks(abc.ABC):
+    """The tasks of one job, beside its controller. No method may wait for long."""
+
+    requeues = False
+    """Whether the engine starts the controller again after tasks have saved their state."""
+
+    @abc.abstractmethod
+    def hosts(self) -> tuple[str, ...]:
+        """Names or addresses by which tasks reach this machine, the likeliest first."""
+
+    def available(self, least: int, most: int) -> int:
+        """The number of tasks that can be started now; 0 while the job is queued."""
+        return most
+
+    def room(self, most: int) -> int:
+        """The number of tasks that have room, those that run included; at most `most`.
+
+        An engine that returns more than run makes a job with `workers=(2, 8)` grow.
+        """
+        return 0
+
+    @abc.abstractmethod
+    def start(self, count: int, contact: Contact) -> None:
+        """Starts tasks 0 to `count` - 1: each calls `agent.run_task` with its rank."""
+
+    @abc.abstractmethod
+    def lost(self) -> dict[int, str]:
+        """The tasks that have ended without having been asked to: {rank: why, as a clause}."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """Ends all tasks that were started; returns once none of them runs."""
+
+    def keep(self, backup: bytes) -> None:
+        """Keeps the newest backup of a job without a `backup_dir`."""
+        self._backup = backup
+
+    def kept(self) -> bytes:
+        """The last backup that `keep` got; b"" for none."""
+        return getattr(self, "_backup", b"")
+
+    def close(self) -> None:  # noqa: B027  (most have nothing to give back)
+        """Gives everything back that the job has."""
+
+
+class JobHandle(Protocol):
+    """A job's controller and its files, for other processes."""
+
+    why: str
+    """Why the engine lost the job, as a clause, once `state` has returned "lost"; "": unknown."""
+
+    def read(self, name: str, offset: int = 0) -> bytes:
+        """A file of the job from `offset` on; b"" if there is none."""
+
+    def state(self) -> str:
+        """The state of a job whose controller has not written its last one, as the engine knows it.
+
+        Returns:
+            "queued", "running", "cancelled" or "lost"; "" where the engine cannot be asked now.
+        """
+
+    def cancel(self) -> None:
+        """Asks the controller to end the job."""
+
+    def kill(self) -> None:
+        """Ends the job without its controller."""
+
+    def forget(self) -> None:
+        """Removes the files of a job that has ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine(abc.ABC):
+    """A system that runs jobs. The settings of each engine are its fields.
+
+    Args:
+        max_restarts: how often `tfmw.fit` starts all tasks again from the newest backup.
+    """
+
+    max_restarts: int = 3
+
+    name = ""
+    """Before the colon in a job's id: "slurm" in "slurm:4711"."""
+
+    @abc.abstractmethod
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
+        """Starts a job's controller; returns the job's number and handle."""
+
+    @abc.abstractmethod
+    def attach(self, number: str) -> JobHandle:
+        """The handle of a job that another process has submitted. Raises UsageError."""
+
+    def numbers(self) -> list[str]:
+        """Numbers of the jobs that are there, the oldest first."""
+        return []
+
+    def where(self, number: str) -> str:
+        """The engine's name of the job, for people: "Slurm job 4711", and a dashboard's address."""
+        return f"{self.name} job {number}"
+
+
+def task_range(workers: Any) -> tuple[int, int]:
+    """(least, most) of `workers=8` and of `workers=(2, 8)`.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    pair = workers if isinstance(workers, tuple) else (workers, workers)
+    if len(pair) != 2 or not all(map(is_whole, pair)) or not 1 <= pair[0] <= pair[1]:
+        raise UsageError(
+            f"received workers={workers!r}: expected a number of processes, such as 2, or the "
+            "least and the largest number, such as (2, 8)."
+        )
+    return pair
+
+
+def library(name: str, extra: str = "") -> Any:
+    """Imports an engine's library.
+
+    Args:
+        name: of its module.
+        extra: name of the engine, where it is another one.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        engine = extra or name
+        raise UsageError(
+            f"on={engine!r} needs the package {error.name or name}, which is not installed: "
+            f"pip install 'tfmw[{engine}]'."
+        ) from error

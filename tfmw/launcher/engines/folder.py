@@ -1,0 +1,165 @@
+"""Jobs whose controller is a process, and whose files are in a folder: what Slurm and local share.
+
+    folder = write_job(root / "3fa9c2", spec, payload)     # where the job is submitted
+    control(folder, tasks)                                 # in the controller's process
+    FolderHandle(folder, ...).read("status.json")           # from everywhere that sees the folder
+
+The folder is its owner's only, as it holds the job's token, and pickles (`own_files.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tfmw.cluster.signals import Signals
+from tfmw.errors import UsageError
+from tfmw.launcher import call
+from tfmw.launcher.call import Payload
+from tfmw.launcher.engines import own_files
+from tfmw.launcher.engines.agent import CONTACT, PAYLOAD
+from tfmw.launcher.engines.controller import CANCEL, Controller
+from tfmw.launcher.engines.engine import Contact, Engine, JobSpec, Tasks
+from tfmw.launcher.engines.job import BACKUP
+
+SPEC = "spec.pickle"
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderEngine(Engine):
+    """An engine whose jobs have a folder.
+
+    Args:
+        directory: in which each job has its folder, seen by all of its hosts; by default
+            `.tfmw` in the home directory.
+    """
+
+    directory: str | os.PathLike[str] | None = None
+
+    @property
+    def root(self) -> Path:
+        """The folder of all jobs of this engine."""
+        root = Path(self.directory) if self.directory is not None else Path.home() / ".tfmw"
+        return root.absolute() / self.name
+
+    def numbers(self) -> list[str]:
+        """Numbers of this user's jobs whose folders are there, the oldest first."""
+        folders = [p for p in self.root.glob("*") if own_files.is_own(p) and (p / SPEC).exists()]
+        return [p.name for p in sorted(folders, key=lambda p: (p / SPEC).stat().st_mtime)]
+
+    def folder(self, number: str) -> Path:
+        """The folder of a job.
+
+        Raises:
+            UsageError: there is none, or others can have written to it.
+        """
+        folder = self.root / number
+        try:
+            own_files.read(folder, SPEC)
+        except FileNotFoundError:
+            known = ", ".join(f"{self.name}:{n}" for n in self.numbers()[-5:]) or "none"
+            raise UsageError(
+                f"there is no job {self.name}:{number} in {self.root}; the last jobs there: "
+                f"{known}. tfmw jobs lists them."
+            ) from None
+        return folder
+
+
+def write_job(root: Path, spec: JobSpec, payload: Payload) -> Path:
+    """Makes the folder of a job; returns it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    folder = root / secrets.token_hex(4)
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+        with open(folder / PAYLOAD, "wb", opener=own_files.private) as file:
+            call.write(payload, file)
+        own_files.write(folder / SPEC, pickle.dumps(spec))
+    except OSError as error:
+        raise UsageError(
+            f"the job's folder {folder} cannot be written ({error.strerror}): name another one "
+            "by directory=, which all hosts of the job share."
+        ) from error
+    return folder
+
+
+@contextlib.contextmanager
+def submitting(folder: Path) -> Iterator[contextlib.ExitStack]:
+    """Removes a job's folder after an error.
+
+    Yields:
+        Takes the functions that end what has been started of the job, for the same case.
+
+    Raises:
+        UsageError: a file cannot be written, or a process cannot be started.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            yield undo
+        except OSError as error:
+            raise UsageError(f"the job cannot be started from {folder.parent}: {error}.") from error
+        undo.pop_all()
+
+
+def write_contact(folder: Path, contact: Contact) -> None:
+    """Tells tasks how to reach the controller."""
+    own_files.write(folder / CONTACT, json.dumps(dataclasses.asdict(contact)).encode())
+
+
+@dataclasses.dataclass
+class FolderTasks(Tasks):
+    """Tasks of a job with a folder; its newest backup outlives its controller."""
+
+    folder: Path
+
+    def keep(self, backup: bytes) -> None:
+        own_files.write(self.folder / BACKUP, backup)
+
+    def kept(self) -> bytes:
+        with contextlib.suppress(FileNotFoundError):
+            return own_files.read(self.folder, BACKUP)
+        return b""
+
+
+def control(folder: Path, make_tasks: Callable[[Path], Tasks]) -> str:
+    """Runs the controller of the job in a folder, in this process; returns its last state."""
+    spec: JobSpec = pickle.loads(own_files.read(folder, SPEC))
+    with Signals() as stop:
+        return Controller(spec, make_tasks(folder), folder, stop).run()
+
+
+@dataclasses.dataclass
+class FolderHandle:
+    """The `JobHandle` of a job with a folder."""
+
+    folder: Path
+    state: Callable[[], str]
+    kill: Callable[[], None]
+    why: str = ""
+
+    def read(self, name: str, offset: int = 0) -> bytes:
+        try:
+            return own_files.read(self.folder, name, offset)
+        except FileNotFoundError:
+            return b""
+
+    def cancel(self) -> None:
+        (self.folder / CANCEL).touch()
+        if self.state() == "queued":  # there is no controller yet
+            self.kill()
+
+    def forget(self) -> None:
+        target = self.folder.resolve()
+        if self.folder.is_symlink():
+            self.folder.unlink()
+        shutil.rmtree(target, ignore_errors=True)

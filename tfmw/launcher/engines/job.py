@@ -1,0 +1,190 @@
+"""A job on an engine, as its submitter and everybody who attaches to it sees it.
+
+    job = tfmw.submit(train, args=(10,), workers=8, on="slurm")
+    job.id                        # "slurm:4711"
+    job.status()                  # "queued", "running", "done", ...
+    job.logs(follow=True)         # prints until the job ends
+    job.result(timeout_s=600)     # what the function returned in each task
+    job.cancel()
+
+The controller writes small files, and a `JobHandle` reads them from any machine.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import pickle
+import sys
+import time
+from typing import Any, TextIO
+
+from tfmw.errors import TaskFailed
+from tfmw.launcher import call
+from tfmw.launcher.engines.engine import JobHandle
+from tfmw.launcher.run import return_values
+
+STATUS, OUTPUT, RESULT, BACKUP = "status.json", "output.log", "result.pickle", "backup.tar"
+"""Names of the files that a controller writes."""
+
+POLICY = "policy"
+"""Field of the status: the restart policy's count, for a controller that starts again."""
+
+ENDED = ("done", "failed", "cancelled", "preempted", "lost")
+"""States that do not change any more; "lost": the engine ended the job's controller."""
+
+POLL_S = 0.2
+_ASK_EVERY_S = 2.0  # of the engine, such as Slurm's controller
+_CANCEL_S = 30.0  # in which a controller ends its tasks
+
+
+class Job:
+    """One job.
+
+    Args:
+        engine: name of its engine.
+        number: which of the engine's jobs it is.
+        handle: of its controller.
+        where: where it runs, for people.
+    """
+
+    def __init__(self, engine: str, number: str, handle: JobHandle, where: str) -> None:
+        self.id = f"{engine}:{number}"
+        """Names the job for `tfmw.attach`, `tfmw logs` and `tfmw cancel`."""
+        self.where = where
+        """The engine's own number of the job, and its dashboard if it has one."""
+        self._handle = handle
+        self._last, self._ask_at = "", 0.0
+
+    def __repr__(self) -> str:
+        return f"Job({self.id}, {self.status()})"
+
+    def status(self) -> str:
+        """Its state.
+
+        Returns:
+            "queued", "starting", "running" or "restarting"; in the end "done", "failed",
+            "cancelled", "preempted" (saved its state, to be submitted again) or "lost" (the
+            engine has ended it).
+        """
+        return str(self.details()["state"])
+
+    def details(self) -> dict[str, Any]:
+        """Its state, and where its tasks run.
+
+        Returns:
+            "state" as in `status`; "attempt", "restarts", "step", and "hosts" and "steps" of the
+            tasks, once they have started; "backup", the newest one that the job keeps; "problem",
+            one sentence, where it has failed or was lost.
+        """
+        data = self._handle.read(STATUS)
+        found: dict[str, Any] = json.loads(data) if data else {"state": "queued"}
+        if found["state"] not in ENDED:
+            known = self._known()
+            if known in ENDED:
+                # The controller may have written its last state since then.
+                data = self._handle.read(STATUS)
+                found = json.loads(data) if data else found
+                if found["state"] not in ENDED:
+                    found["state"] = known
+                    if self._handle.why:
+                        found["problem"] = self._handle.why
+            elif known == "queued":  # again, after a failure of a node
+                found["state"] = known
+        found.pop(POLICY, None)
+        return found
+
+    def _known(self) -> str:
+        """The engine's answer; it is asked from time to time, as that may cost it something."""
+        now = time.monotonic()
+        if now >= self._ask_at:
+            self._last = self._handle.state()
+            self._ask_at = time.monotonic() + _ASK_EVERY_S
+        return self._last
+
+    def logs(self, follow: bool = False, out: TextIO | None = None) -> str:
+        """The output of its tasks, each line labelled with its task and host.
+
+        Args:
+            follow: whether to print it, and what follows until the job ends.
+            out: where to; by default `sys.stdout`.
+
+        Returns:
+            The text so far.
+        """
+        if not follow:
+            return self._handle.read(OUTPUT).decode("utf-8", "replace")
+        out = sys.stdout if out is None else out
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        offset, shown = 0, []
+        while True:
+            over = self.status() in ENDED
+            while data := self._handle.read(OUTPUT, offset):
+                offset += len(data)
+                shown.append(decoder.decode(data))
+                out.write(shown[-1])
+                out.flush()
+            if over:
+                return "".join(shown)
+            time.sleep(POLL_S)
+
+    def wait(self, timeout_s: float | None = None) -> str:
+        """Waits for its end.
+
+        Args:
+            timeout_s: seconds to wait at most; None: as long as it takes.
+
+        Returns:
+            Its state then, as `status`.
+
+        Raises:
+            TimeoutError: it has not ended in time.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (state := self.status()) not in ENDED:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{self.id} is {state} after {timeout_s:g} s.")
+            time.sleep(POLL_S)
+        return state
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """The function's result in each task, in the order of the tasks.
+
+        Args:
+            timeout_s: seconds to wait at most; None: as long as it takes.
+
+        Raises:
+            TimeoutError: it has not ended in time.
+            TaskFailed: it was cancelled or lost, or a task died without an exception.
+            Exception: that of the function in the first task that failed; its cause is a
+                `TaskFailed` with the task's traceback.
+        """
+        state = self.wait(timeout_s)
+        data = self._handle.read(RESULT)
+        if state in ("cancelled", "lost") or not data:
+            problem = self.details().get("problem") or f"{self.where} was {state}"
+            raise TaskFailed(f"{self.id} has no result: {problem}.")
+        result, outcomes = pickle.loads(data)
+        return return_values(result, {task: call.loaded(raw) for task, raw in outcomes.items()})
+
+    def cancel(self, timeout_s: float = _CANCEL_S) -> None:
+        """Ends the job and all of its tasks, and gives back what it had; safe to call twice.
+
+        Args:
+            timeout_s: seconds in which its controller may end the tasks in order.
+        """
+        if self.status() in ENDED:
+            return
+        self._handle.cancel()
+        try:
+            self.wait(timeout_s)
+        except TimeoutError:
+            self._handle.kill()
+
+    def forget(self) -> None:
+        """Removes the files of a job that has ended: its output, its result."""
+        self._handle.forget()
+
+    def backup(self) -> bytes:
+        """The newest backup of a fit without `backup_dir`, as a tar archive; b"" for none."""
+        return self._handle.read(BACKUP)

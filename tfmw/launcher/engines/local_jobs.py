@@ -1,0 +1,130 @@
+"""Jobs of this machine that outlive the process that submits them: `tfmw.submit(..., on="local")`.
+
+The shortest engine: read it as an example of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from tfmw.launcher.call import Payload
+from tfmw.launcher.engines.engine import Contact, JobHandle, JobSpec
+from tfmw.launcher.engines.folder import (
+    FolderEngine,
+    FolderHandle,
+    FolderTasks,
+    control,
+    submitting,
+    write_contact,
+    write_job,
+)
+from tfmw.launcher.environment import visible_devices
+from tfmw.launcher.failure import describe_status, tail
+
+_END_S = 10.0  # in which a task ends by itself
+
+
+@dataclasses.dataclass(frozen=True)
+class Local(FolderEngine):
+    """Processes of this machine.
+
+    Args:
+        max_restarts: how often `tfmw.fit` starts all tasks again from the newest backup.
+        directory: in which each submitted job has a folder; by default `.tfmw` in the home
+            directory.
+    """
+
+    name = "local"
+
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
+        folder = write_job(self.root, spec, payload)
+        with submitting(folder) as undo:
+            with open(folder / "controller.log", "wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "tfmw.launcher.engines.local_jobs", str(folder)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            undo.callback(process.kill)
+            threading.Thread(target=process.wait, daemon=True).start()
+            (folder / "pid").write_text(str(process.pid))
+            handle = self.attach(folder.name)
+        return folder.name, handle
+
+    def attach(self, number: str) -> JobHandle:
+        folder = self.folder(number)
+        pid = int((folder / "pid").read_text())
+
+        def state() -> str:
+            return "running" if _controls(pid, folder) else "lost"
+
+        def kill() -> None:
+            if _controls(pid, folder):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+        return FolderHandle(folder, state, kill)
+
+
+@dataclasses.dataclass
+class LocalTasks(FolderTasks):
+    """Children of the controller."""
+
+    _agents: dict[int, subprocess.Popen[bytes]] = dataclasses.field(default_factory=dict)
+
+    def hosts(self) -> tuple[str, ...]:
+        return ("127.0.0.1",)
+
+    def start(self, count: int, contact: Contact) -> None:
+        write_contact(self.folder, contact)
+        for rank in range(count):
+            with open(self._log(rank), "wb") as log:
+                module = "tfmw.launcher.engines.agent"
+                command = [sys.executable, "-m", module, str(self.folder), str(rank)]
+                env = os.environ | visible_devices(rank, count, os.environ)
+                self._agents[rank] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+
+    def lost(self) -> dict[int, str]:
+        return {
+            rank: " ".join((describe_status(agent.returncode), *tail(self._log(rank), 1)))
+            for rank, agent in self._agents.items()
+            if agent.poll() is not None
+        }
+
+    def end(self) -> None:
+        for agent in self._agents.values():
+            try:
+                agent.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+        self._agents = {}
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"task_{rank}.log"
+
+
+def _controls(pid: int, folder: Path) -> bool:
+    """Whether this process is the controller of the job, and runs."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    if state in "ZX":
+        return False
+    # A process that has just been started has no command line for a moment.
+    return not command or os.fsencode(folder) in command.split(b"\0")
+
+
+if __name__ == "__main__":
+    control(Path(sys.argv[1]), LocalTasks)

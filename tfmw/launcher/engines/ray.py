@@ -1,0 +1,402 @@
+"""Jobs on a Ray cluster: `tfmw.fit(..., workers=8, on="ray")`.
+
+The controller is a detached actor on the caller's node, so a job outlives the caller. Each task is
+an actor in the job's placement group. The call, and the newest backup of a job without
+`backup_dir`, are in the object store: a node gets each once, however many tasks it has. All of it
+belongs to the controller's actor, and goes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfmw.errors import TfmwError, UsageError
+from tfmw.launcher.call import Payload
+from tfmw.launcher.engines.agent import run_task
+from tfmw.launcher.engines.controller import CANCEL, Controller
+from tfmw.launcher.engines.engine import Contact, Engine, JobHandle, JobSpec, Tasks, library
+from tfmw.launcher.engines.job import STATUS
+
+NAMESPACE = "tfmw"
+"""Of the actors that control jobs; the jobs' tasks have no names."""
+
+_KEEP_S = 24 * 3600.0
+"""Seconds for which the result of a job that has ended can be fetched."""
+
+_FEWER_S = 10.0  # after which a job with workers=(2, 8) that finds no room tries with fewer
+
+_READ = 4 << 20  # bytes of a file in one call
+_REPLY_S = 10.0  # in which a controller replies
+# Ray needs up to 70 s to find that a node is lost: five checks of 10 s, 3 s between two of them.
+_UNAVAILABLE_S = 100.0  # for which a controller may not be reached before the caller learns of it
+_HEAD_S = 20.0  # and for which Ray's head may not be; after 60 s Ray ends the process
+_RETRY_S = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Ray(Engine):
+    """A Ray cluster.
+
+    Args:
+        max_restarts: how often `tfmw.fit` starts all tasks again from the newest backup.
+        address: of the cluster, as in `ray.init`; by default RAY_ADDRESS, or the cluster of this
+            machine, or a new one on this machine. A Ray that is already initialized is used.
+        resources: what each task needs: "CPU" (1), "GPU", "memory" in bytes, and custom ones.
+        gpus_per_worker: the same as "GPU" in `resources`.
+        strategy: how tasks are placed: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+        runtime_env: of the actors, as in `ray.init`.
+    """
+
+    address: str | None = None
+    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    gpus_per_worker: float = 0
+    strategy: str = "SPREAD"
+    runtime_env: Mapping[str, Any] | None = None
+
+    name = "ray"
+
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
+        ray = self._connect()
+        number = secrets.token_hex(4)
+        here = ray.get_runtime_context().get_node_id()
+        actor = (
+            ray.remote(_ControllerActor)
+            .options(
+                name=number,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                num_cpus=0,
+                max_concurrency=8,
+                runtime_env=dict(self.runtime_env) if self.runtime_env else None,
+                # Soft affinity is not always heeded just after a node has come. A controller on
+                # another node than its caller's would be one machine more that may be lost.
+                scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+                    here, soft=False
+                ),
+            )
+            .remote()
+        )
+        try:
+            # As arrays, which the object store does not copy for those who read them. The large
+            # arrays of the call go there from where the caller has them.
+            parts = [ray.put(np.frombuffer(part, np.uint8)) for part in payload]
+            ray.get(actor.begin.remote(spec, parts, self))
+            return number, self._handle(ray, actor)
+        except BaseException:
+            ray.kill(actor)
+            raise
+
+    def attach(self, number: str) -> JobHandle:
+        ray = self._connect(start=False)
+        try:
+            return self._handle(ray, ray.get_actor(number, namespace=NAMESPACE))
+        except ValueError as error:
+            known = ", ".join(f"ray:{n}" for n in self.numbers()) or "none"
+            raise UsageError(
+                f"there is no job ray:{number} on this Ray cluster; jobs there: {known}."
+            ) from error
+
+    def numbers(self) -> list[str]:
+        found = self._connect(start=False).util.list_named_actors(all_namespaces=True)
+        return [actor["name"] for actor in found if actor["namespace"] == NAMESPACE]
+
+    def where(self, number: str) -> str:
+        context = self._connect().get_runtime_context()
+        url = ""
+        with contextlib.suppress(AttributeError):  # of a version of Ray that has another name
+            url = self._connect()._private.worker.get_dashboard_url()
+        at = f", dashboard at http://{url}" if url else ""
+        return f"job ray:{number} on the Ray cluster at {context.gcs_address}{at}"
+
+    def needs(self) -> dict[str, float]:
+        """The resources of each task."""
+        gpus = {"GPU": float(self.gpus_per_worker)} if self.gpus_per_worker else {}
+        return {"CPU": 1.0, **gpus, **self.resources}
+
+    def _handle(self, ray: Any, actor: Any) -> JobHandle:
+        return RayHandle(ray, actor, ray.get_runtime_context().gcs_address)
+
+    def _connect(self, start: bool = True) -> Any:
+        """Ray, connected; `start`: to a new cluster of this machine where there is none."""
+        ray = library("ray")
+        if not ray.is_initialized():
+            address = self.address or (None if start else "auto")
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+            except ConnectionError as error:
+                raise UsageError(
+                    f"no Ray cluster was reached ({str(error).splitlines()[0]}): start one, or "
+                    "name it by RAY_ADDRESS or address=."
+                ) from error
+        return ray
+
+
+class _Gone(Exception):
+    """The job's controller is lost; `RayHandle.why` has the reason."""
+
+
+@dataclasses.dataclass
+class RayHandle:
+    """A `JobHandle`: a job's controller actor, from any process of the cluster.
+
+    A call that gets lost, as on a busy node, says nothing about the job: Ray then calls the actor
+    unavailable, by a subclass of the error of a dead one. Without its head Ray replies nothing at
+    all, and ends this process after a minute.
+    """
+
+    ray: Any  # the module
+    actor: Any  # of the controller
+    head: str  # "host:port"
+    why: str = ""
+    _head_gone_since: float | None = None
+
+    def read(self, name: str, offset: int = 0) -> bytes:
+        found = bytearray()
+        with contextlib.suppress(self.ray.exceptions.RayActorError, _Gone):
+            while True:
+                piece = self._call("read", name, offset + len(found))
+                found += piece
+                if len(piece) < _READ:  # another call could read a file that has been replaced
+                    break
+        return bytes(found)
+
+    def state(self) -> str:
+        try:
+            self._look_at_head()  # the controller may reply for a while without it
+            self._call("read", STATUS, 0, patience_s=0)
+            return "running"
+        except _Gone:
+            return "lost"
+        except TfmwError:
+            return ""
+        except self.ray.exceptions.RayActorError as error:
+            self.why = f"its controller on the cluster was lost: {_reason(error)}"
+            return "lost"
+
+    def cancel(self) -> None:
+        with contextlib.suppress(self.ray.exceptions.RayActorError, _Gone):
+            self._call("cancel")
+
+    def kill(self) -> None:
+        """Ends the job: its tasks and its placement group belong to the actor."""
+        self.ray.kill(self.actor)
+
+    def forget(self) -> None:
+        with contextlib.suppress(self.ray.exceptions.RayActorError):
+            try:
+                self._call("remove")
+            except _Gone:
+                return
+        self.ray.kill(self.actor)
+
+    def _call(self, method: str, *args: Any, patience_s: float = _UNAVAILABLE_S) -> Any:
+        """The result of a method of the actor, also if it has to be called again.
+
+        Raises:
+            _Gone: Ray's head is lost, or the actor was found dead before.
+            RayActorError: the actor has died.
+            TfmwError: neither is known, and the patience is over.
+        """
+        if self.why:
+            raise _Gone
+        deadline = time.monotonic() + patience_s
+        errors = self.ray.exceptions
+        while True:
+            try:
+                call = getattr(self.actor, method).remote(*args)
+                return self.ray.get(call, timeout=_REPLY_S)
+            except (errors.ActorUnavailableError, errors.GetTimeoutError):
+                self._look_at_head()
+            if time.monotonic() > deadline:
+                raise TfmwError(
+                    f"the controller of the job did not reply for {patience_s:g} s, and Ray does "
+                    "not know whether it is alive: look at the node that it is on, and call again."
+                )
+            time.sleep(_RETRY_S)
+
+    def _look_at_head(self) -> None:
+        host, _, port = self.head.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_REPLY_S).close()
+            self._head_gone_since = None
+        except OSError as error:
+            now = time.monotonic()
+            self._head_gone_since = self._head_gone_since or now
+            if now - self._head_gone_since > _HEAD_S:
+                self.why = (
+                    f"Ray's head at {self.head} has not been reachable for {_HEAD_S:g} s "
+                    f"({error.strerror or error}), and without it Ray ends all tasks, and soon "
+                    "this process: start the cluster and the job again; a fit with a backup_dir "
+                    "resumes"
+                )
+                raise _Gone from error
+
+
+def _reason(error: Exception) -> str:
+    """The line of Ray's message that says what happened."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    # "The actor died ...:", lines such as "\tclass_name: ...", then the reason
+    told = [line for line in lines[1:] if not line.startswith("\t")]
+    return (told or lines or [type(error).__name__])[0].strip()
+
+
+class _ControllerActor:
+    """Controls one job, and lets others read its files."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="tfmw-job-"))
+
+    def begin(self, spec: JobSpec, payload: list[Any], engine: Ray) -> None:
+        """Starts the controller."""
+        import ray
+
+        # Put again: what this actor owns outlives the caller's process.
+        tasks = RayTasks(engine, [ray.put(ray.get(part)) for part in payload])
+        threading.Thread(target=self._control, args=(spec, tasks), daemon=True).start()
+
+    def _control(self, spec: JobSpec, tasks: RayTasks) -> None:
+        Controller(spec, tasks, self._folder).run()
+        time.sleep(_KEEP_S)
+        self.remove()
+        os._exit(0)
+
+    def read(self, name: str, offset: int) -> bytes:
+        try:
+            with open(self._folder / name, "rb") as file:
+                file.seek(offset)
+                return file.read(_READ)
+        except FileNotFoundError:
+            return b""
+
+    def cancel(self) -> None:
+        (self._folder / CANCEL).touch()
+
+    def remove(self) -> None:
+        """Removes the job's files."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _TaskActor:
+    """One task."""
+
+    def run(self, contact: Contact, rank: int, payload: list[Any]) -> None:
+        """Runs it, until it has ended."""
+        import ray
+
+        run_task(
+            contact,
+            rank,
+            lambda: [memoryview(part) for part in ray.get(payload)],
+            host=ray.util.get_node_ip_address(),
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class RayTasks(Tasks):
+    """Actors in a placement group."""
+
+    engine: Ray
+    payload: list[Any]  # references of the packed call's parts in the object store
+
+    def __post_init__(self) -> None:
+        self._ray = library("ray")
+        self._group: Any = None
+        self._wanted = 0
+        self._since = 0.0
+        self._actors: list[Any] = []
+        self._runs: list[Any] = []
+        self._kept: Any = None
+
+    def hosts(self) -> tuple[str, ...]:
+        return (self._ray.util.get_node_ip_address(),)
+
+    def available(self, least: int, most: int) -> int:
+        room = self.room(most) if least < most else most
+        if self._group is None:
+            self._ask(max(least, min(most, room)))
+        if self._group.wait(timeout_seconds=0.5):
+            return self._wanted
+        if self._wanted > least and time.monotonic() - self._since > _FEWER_S:
+            self._remove_group()
+            self._ask(self._wanted - 1)
+        return 0
+
+    def room(self, most: int) -> int:
+        """As many as all nodes that are alive have resources for, whoever uses them now."""
+        need = {name: value for name, value in self.engine.needs().items() if value}
+        alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        fits = (min(int(node.get(name, 0) // n) for name, n in need.items()) for node in alive)
+        return min(most, sum(fits)) if need else most
+
+    def start(self, count: int, contact: Contact) -> None:
+        ray, need = self._ray, self.engine.needs()
+        actor: Any = ray.remote(_TaskActor)
+        for rank in range(count):
+            options = {
+                "num_cpus": need.get("CPU", 0),
+                "num_gpus": need.get("GPU", 0),
+                "memory": need.get("memory"),
+                "resources": {k: v for k, v in need.items() if k not in ("CPU", "GPU", "memory")},
+                "scheduling_strategy": (
+                    ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                        self._group, placement_group_bundle_index=rank
+                    )
+                ),
+            }
+            self._actors.append(actor.options(**options).remote())
+            self._runs.append(self._actors[-1].run.remote(contact, rank, self.payload))
+
+    def lost(self) -> dict[int, str]:
+        found = {}
+        done, _ = self._ray.wait(self._runs, num_returns=max(1, len(self._runs)), timeout=0)
+        for run in done:
+            try:
+                self._ray.get(run)
+                why = "its actor has ended"
+            except self._ray.exceptions.ActorUnavailableError:
+                continue  # it may be alive: its connection decides
+            except Exception as error:
+                why = f"its actor was lost: {_reason(error)}"
+            found[self._runs.index(run)] = why
+        return found
+
+    def end(self) -> None:
+        self._ray.wait(self._runs, num_returns=max(1, len(self._runs)), timeout=2)
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._actors, self._runs = [], []
+        self._remove_group()  # the next attempt may have to do with other nodes
+
+    def keep(self, backup: bytes) -> None:
+        self._kept = self._ray.put(np.frombuffer(backup, np.uint8))
+
+    def kept(self) -> bytes:
+        return b"" if self._kept is None else self._ray.get(self._kept).tobytes()
+
+    def close(self) -> None:
+        self._remove_group()
+
+    def _ask(self, count: int) -> None:
+        self._wanted, self._since = count, time.monotonic()
+        self._group = self._ray.util.placement_group(
+            [self.engine.needs()] * count, strategy=self.engine.strategy
+        )
+
+    def _remove_group(self) -> None:
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
+            self._group = None

@@ -1,0 +1,345 @@
+"""Jobs on Slurm: `tfmw.submit(train, workers=8, on="slurm")`.
+
+`sbatch` queues a batch script, which runs the controller; that starts each attempt's tasks by one
+`srun`. The call and the job's files are in a folder that all nodes share. Slurm places, limits and
+accounts: after a node's failure it queues the job again, which then goes on from its newest backup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tfmw.errors import PREEMPTED, UsageError
+from tfmw.launcher.call import Payload
+from tfmw.launcher.engines import agent
+from tfmw.launcher.engines.engine import Contact, JobHandle, JobSpec
+from tfmw.launcher.engines.folder import (
+    FolderEngine,
+    FolderHandle,
+    FolderTasks,
+    control,
+    submitting,
+    write_contact,
+    write_job,
+)
+from tfmw.launcher.failure import describe_status, tail
+
+SCRIPT = """#!/bin/bash
+#SBATCH --job-name=tfmw
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@{notice_s}
+{setup}
+# The signal goes to this shell; the controller has all tasks save their state.
+trap 'kill -TERM $controller' TERM
+{python} -m tfmw.launcher.engines.slurm control "$TFMW_JOB_FOLDER" &
+controller=$!
+wait $controller; status=$?
+# Interrupted by the signal: the controller is still running.
+if kill -0 $controller 2>/dev/null; then wait $controller; status=$?; fi
+if [[ $status -eq {preempted} ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit $status
+"""
+
+# scontrol(1), JOB STATE CODES -> Job.status; of a job whose controller has not said how it ended.
+_STATES = {
+    "PENDING": "queued",
+    "CONFIGURING": "queued",
+    "REQUEUED": "queued",
+    "REQUEUE_HOLD": "queued",
+    "SUSPENDED": "queued",
+    "RUNNING": "running",
+    "COMPLETING": "running",
+    "CANCELLED": "cancelled",
+}
+_UNKNOWN_JOB = "Invalid job id"  # slurm_strerror(3) of a number that Slurm does not have
+
+# sinfo(1), NODE STATE CODES, of nodes that run tasks; with a mark behind, such as "idle*", a node
+# does not respond.
+_USABLE = {"alloc", "comp", "drng", "idle", "maint", "mix", "plnd", "resv"}
+_LOOK_EVERY_S = 2.0  # between two looks at the job's nodes
+_SHORT_S = 30.0  # after which a job that has too few nodes left is queued again
+_GROW_EVERY_S = 30.0  # between two questions whether there are more nodes
+_GREW_FROM = "grew_from"  # file with the number of tasks that the job had when it asked for more
+_TIMEOUT_S = 60.0  # of a command of Slurm
+_END_S = 20.0  # in which the tasks of an attempt end
+
+
+@dataclasses.dataclass(frozen=True)
+class Slurm(FolderEngine):
+    """A Slurm cluster, whose commands are on PATH.
+
+    Args:
+        max_restarts: how often `tfmw.fit` starts all tasks again from the newest backup.
+        directory: in which each job has its folder, shared by all nodes; by default `.tfmw` in the
+            home directory.
+        partition: as in sbatch(1), and so are the next ones.
+        time: such as "02:00:00".
+        account: to which it is charged.
+        nodes: number of nodes; by default as Slurm decides.
+        cpus_per_task: of each task.
+        gpus_per_task: of each task; Slurm sets CUDA_VISIBLE_DEVICES.
+        options: further options of sbatch, such as ("--qos=high", "--exclusive").
+        setup: lines of the batch script before the tasks start, such as "module load cuda".
+        python: the interpreter on the nodes; by default this process's.
+        notice_s: seconds before the time limit at which all tasks save their state, and the job is
+            queued again.
+    """
+
+    partition: str | None = None
+    time: str | None = None
+    account: str | None = None
+    nodes: int | None = None
+    cpus_per_task: int = 1
+    gpus_per_task: int = 0
+    options: tuple[str, ...] = ()
+    setup: str = ""
+    python: str = sys.executable
+    notice_s: int = 120
+
+    name = "slurm"
+
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
+        folder = write_job(self.root, spec, payload)
+        script = SCRIPT.format(
+            notice_s=self.notice_s,
+            setup=self.setup,
+            python=shlex.quote(self.python),
+            preempted=PREEMPTED,
+        )
+        with submitting(folder) as undo:
+            (folder / "job.sbatch").write_text(script)
+            number = _command(
+                "sbatch",
+                "--parsable",
+                *self._options(spec.workers),
+                f"--output={folder / 'controller.log'}",
+                str(folder / "job.sbatch"),
+                env={"TFMW_JOB_FOLDER": str(folder)},
+            ).partition(";")[0]
+            undo.callback(_cancel, number)
+            (self.root / number).symlink_to(folder.name)
+            handle = self.attach(number)
+        return number, handle
+
+    def attach(self, number: str) -> JobHandle:
+        def state() -> str:
+            name = state_name(number)
+            if name is None:
+                return ""
+            if (found := _STATES.get(name, "lost")) == "lost":
+                handle.why = f"Slurm ended job {number}: {name}" if name else ""
+            return found
+
+        handle = FolderHandle(self.folder(number), state, lambda: _cancel(number))
+        return handle
+
+    def numbers(self) -> list[str]:
+        return [n for n in super().numbers() if (self.root / n).is_symlink()]
+
+    def where(self, number: str) -> str:
+        return f"Slurm job {number}, its files in {self.root / number}"
+
+    def _options(self, workers: tuple[int, int]) -> list[str]:
+        least, most = workers
+        if least != most and self.nodes is not None:
+            raise UsageError(
+                f"received nodes={self.nodes} and workers={workers}: with a range each node has "
+                "one task; drop nodes=, or give one number of workers."
+            )
+        if least != most:
+            # One task on each node. With a number of tasks, also of those per node, Slurm grants
+            # no more nodes than the least.
+            size, gpus = [f"--nodes={least}-{most}", "--no-kill"], "--gpus-per-node"
+        else:
+            size = [f"--ntasks={most}", *([f"--nodes={self.nodes}"] if self.nodes else [])]
+            gpus = "--gpus-per-task"
+        size.append(f"--cpus-per-task={self.cpus_per_task}")
+        if self.gpus_per_task:
+            size.append(f"{gpus}={self.gpus_per_task}")
+        named = {"partition": self.partition, "time": self.time, "account": self.account}
+        return [*size, *(f"--{k}={v}" for k, v in named.items() if v), *self.options]
+
+
+def _cancel(number: str) -> None:
+    with contextlib.suppress(UsageError):
+        _command("scancel", number)
+
+
+def state_name(number: str) -> str | None:
+    """Slurm's name for the state of a job; "": it has no such job; None: it cannot be asked now."""
+    # "JobId=3 ... JobState=COMPLETED Reason=None ...", for some minutes after its end
+    try:
+        shown = _command("scontrol", "--oneliner", "show", "job", number)
+    except UsageError as error:
+        return "" if _UNKNOWN_JOB in str(error) else None
+    _, _, rest = shown.partition("JobState=")
+    return rest.split()[0] if rest else None
+
+
+def _command(*command: str, env: Mapping[str, str] | None = None) -> str:
+    """The output of a command of Slurm.
+
+    Raises:
+        UsageError: it is not installed, or fails.
+    """
+    # Options for other commands, of a job in which this one may be running.
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SBATCH_", "SRUN_"))}
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**environ, **(env or {})},
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"on='slurm' needs the command {command[0]}, which is not on PATH: call tfmw on a "
+            "machine from which jobs can be submitted."
+        ) from error
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"{command[0]} did not return within {_TIMEOUT_S:g} s; the command was: "
+            f"{shlex.join(command)}"
+        ) from None
+    if done.returncode != 0:
+        why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        raise UsageError(f"{command[0]} failed: {why}; the command was: {shlex.join(command)}")
+    return done.stdout.strip()
+
+
+@dataclasses.dataclass
+class SlurmTasks(FolderTasks):
+    """One `srun` for each attempt, within the job of the controller."""
+
+    requeues = True
+
+    def __post_init__(self) -> None:
+        self._srun: subprocess.Popen[bytes] | None = None
+        self._count = 0
+        self._one_on_each_node = False
+        self._look_at = 0.0
+        self._short_since: float | None = None
+        self._grow_at = time.monotonic() + _GROW_EVERY_S
+
+    def hosts(self) -> tuple[str, ...]:
+        node = os.environ.get("SLURMD_NODENAME", "")
+        return tuple(dict.fromkeys(filter(None, (node, socket.gethostname()))))
+
+    def available(self, least: int, most: int) -> int:
+        if least == most and self._count == 0:
+            return most
+        self._one_on_each_node = least < most
+        if time.monotonic() < self._look_at:
+            return 0
+        self._look_at = time.monotonic() + _LOOK_EVERY_S
+        try:
+            # The nodes of the job that Slurm can still reach. One that fell silent stays in the job
+            # for minutes (SlurmdTimeout), in which an attempt of all tasks would fail at once.
+            nodes = len(_usable("--nodes", os.environ["SLURM_JOB_NODELIST"]))
+            whole = nodes >= int(os.environ["SLURM_JOB_NUM_NODES"])
+            count = min(most, nodes) if least < most else most if whole else 0
+            if count >= least:
+                self._short_since = None
+                return count
+            self._short_since = self._short_since or time.monotonic()
+            if time.monotonic() - self._short_since > _SHORT_S:
+                _command("scontrol", "requeue", os.environ["SLURM_JOB_ID"])  # ends this process
+        except UsageError:  # Slurm's controller is away
+            pass
+        return 0
+
+    def room(self, most: int) -> int:
+        """The tasks that run, and as many as there are idle nodes for which no other job waits."""
+        if time.monotonic() < self._grow_at or not self._one_on_each_node:
+            return 0
+        self._grow_at = time.monotonic() + _GROW_EVERY_S
+        had = self.folder / _GREW_FROM
+        if had.exists() and int(had.read_text()) >= self._count:
+            return 0  # it was queued again, and got no more: the idle nodes are not for it
+        partition = os.environ["SLURM_JOB_PARTITION"]
+        try:
+            if _command("squeue", "--noheader", "--states=PENDING", "--partition", partition):
+                return 0
+            idle = len(_usable("--partition", partition, "--states=IDLE"))
+        except UsageError:  # Slurm's controller is away
+            return 0
+        if idle:
+            had.write_text(str(self._count))
+        return min(most, self._count + idle)
+
+    def start(self, count: int, contact: Contact) -> None:
+        write_contact(self.folder, contact)
+        self._count = count
+        log = self.folder / "task_%t.log"
+        with open(self.folder / "srun.log", "ab") as errors:
+            self._srun = subprocess.Popen(
+                [
+                    "srun",
+                    f"--ntasks={count}",
+                    *([f"--nodes={count}"] if self._one_on_each_node else []),
+                    # Slurm holds what the step before had, for minutes if a node of it is silent.
+                    *(["--overlap"] if contact.attempt else []),
+                    "--kill-on-bad-exit=0",
+                    "--no-kill",
+                    f"--output={log}",
+                    sys.executable,
+                    "-m",
+                    "tfmw.launcher.engines.slurm",
+                    "task",
+                    str(self.folder),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+            )
+
+    def lost(self) -> dict[int, str]:
+        if self._srun is None or self._srun.poll() is None:
+            return {}
+        how = describe_status(self._srun.returncode)
+        why = " ".join((f"srun has ended: {how}", *tail(self.folder / "srun.log", 1)))
+        return dict.fromkeys(range(self._count), why)
+
+    def end(self) -> None:
+        if self._srun is None:
+            return
+        for number in (0, signal.SIGTERM, signal.SIGKILL):
+            try:
+                self._srun.send_signal(number)
+                self._srun.wait(_END_S)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self._srun = None
+
+
+def _usable(*which: str) -> set[str]:
+    """Those of the nodes, by options of sinfo(1), on which tasks can run."""
+    listed = _command("sinfo", "--noheader", "--Node", "--format=%N %t", *which)
+    return {name for name, state in map(str.split, listed.splitlines()) if state in _USABLE}
+
+
+def main(role: str, folder: Path) -> int:
+    """In the batch script: runs the controller. In a step: one of the tasks."""
+    if role == "control":
+        state = control(folder, SlurmTasks)
+        return {"done": 0, "queued": PREEMPTED}.get(state, 1)
+    agent.main(folder, int(os.environ["SLURM_PROCID"]), os.environ.get("SLURMD_NODENAME"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

@@ -1,0 +1,154 @@
+"""Jobs on a Spark cluster: `tfmw.fit(..., workers=8, on="spark")`.
+
+The controller is a thread of the driver, and each attempt is one barrier stage, whose tasks Spark
+starts together or not at all. The call is a broadcast variable. A job of Spark ends with its
+driver, so no other process can attach to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import os
+import secrets
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tfmw.errors import UsageError
+from tfmw.launcher import call
+from tfmw.launcher.call import Payload
+from tfmw.launcher.engines.agent import run_task
+from tfmw.launcher.engines.controller import Controller
+from tfmw.launcher.engines.engine import Contact, Engine, JobHandle, JobSpec, Tasks, library
+from tfmw.launcher.engines.folder import FolderHandle
+
+_END_S = 20.0  # in which a stage ends by itself
+
+_handles: dict[str, FolderHandle] = {}
+"""The jobs of this process by number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spark(Engine):
+    """The Spark application of this process.
+
+    The SparkContext that is active is used, or one with Spark's own defaults is started. Its
+    settings decide what a task gets: `spark.task.cpus`, `spark.task.resource.gpu.amount`.
+
+    Args:
+        max_restarts: how often `tfmw.fit` starts all tasks again from the newest backup.
+    """
+
+    name = "spark"
+
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
+        context = _context()
+        number = secrets.token_hex(4)
+        folder = Path(tempfile.mkdtemp(prefix="tfmw-job-"))
+        controller = Controller(spec, SparkTasks(context, payload, number), folder)
+        thread = threading.Thread(target=controller.run, name=f"tfmw-{number}", daemon=True)
+        _handles[number] = FolderHandle(
+            folder,
+            state=lambda: "running" if thread.is_alive() else "lost",
+            kill=lambda: context.cancelJobGroup(number),
+        )
+        thread.start()
+        return number, _handles[number]
+
+    def attach(self, number: str) -> JobHandle:
+        handle = _handles.get(number)
+        if handle is None or number not in self.numbers():
+            raise UsageError(
+                f"there is no job spark:{number} in this process: on Spark a job ends with the "
+                "process that has submitted it, and only that can attach to it."
+            )
+        return handle
+
+    def numbers(self) -> list[str]:
+        return [number for number, handle in _handles.items() if handle.folder.exists()]
+
+    def where(self, number: str) -> str:
+        context = _context()
+        at = f", its pages at {context.uiWebUrl}" if context.uiWebUrl else ""
+        return f"job spark:{number} in the Spark application {context.applicationId}{at}"
+
+
+@dataclasses.dataclass(eq=False)
+class SparkTasks(Tasks):
+    """One barrier stage for each attempt."""
+
+    context: Any  # the SparkContext
+    payload: dataclasses.InitVar[Payload]
+    group: str  # name of the group of Spark's jobs
+
+    def __post_init__(self, payload: Payload) -> None:
+        whole = io.BytesIO()
+        call.write(payload, whole)
+        self._payload = self.context.broadcast(whole.getvalue())
+        self._stage: threading.Thread | None = None
+        self._count = 0
+        self._why = ""
+
+    def hosts(self) -> tuple[str, ...]:
+        return (self.context.getConf().get("spark.driver.host"),)
+
+    def start(self, count: int, contact: Contact) -> None:
+        self._count, self._why = count, "its barrier stage has ended"
+        self._stage = threading.Thread(target=self._run, args=(count, contact), daemon=True)
+        self._stage.start()
+
+    def _run(self, count: int, contact: Contact) -> None:
+        context = self.context
+        context.setJobGroup(self.group, f"tfmw, attempt {contact.attempt}", interruptOnCancel=True)
+        rows = context.parallelize(range(count), count).barrier()
+        try:
+            rows.mapPartitions(functools.partial(_run_partition, contact, self._payload)).collect()
+        except Exception as error:
+            # "An error occurred while calling ...\n: org.apache.spark.SparkException: ...\n\tat"
+            lines = (str(error) or type(error).__name__).splitlines()
+            cause = next((line for line in lines if line.startswith(": ")), lines[0])
+            self._why = f"its barrier stage failed: {cause.removeprefix(': ').strip()}"
+
+    def lost(self) -> dict[int, str]:
+        if self._stage is None or self._stage.is_alive():
+            return {}
+        return dict.fromkeys(range(self._count), self._why)
+
+    def end(self) -> None:
+        if self._stage is None:
+            return
+        self._stage.join(2.0)
+        if self._stage.is_alive():
+            self.context.cancelJobGroup(self.group)
+            self._stage.join(_END_S)
+        self._stage = None
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # the context may have been stopped
+            self._payload.destroy()
+
+
+def _run_partition(contact: Contact, payload: Any, rows: Iterator[int]) -> Iterator[int]:
+    """In an executor: runs one task."""
+    from pyspark import BarrierTaskContext
+
+    context = BarrierTaskContext.get()
+    rank = context.partitionId()
+    gpus = context.resources().get("gpu")
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
+    host = context.getTaskInfos()[rank].address.partition(":")[0]
+    run_task(contact, rank, lambda: [bytes(payload.value)], host=host)
+    return iter(())
+
+
+def _context() -> Any:
+    library("pyspark", extra="spark")
+    from pyspark import SparkContext
+
+    return SparkContext.getOrCreate()

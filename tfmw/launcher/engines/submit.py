@@ -1,0 +1,271 @@
+"""Functions and scripts on an engine: `tfmw.launch(on=)`, `tfmw.submit`, `tfmw.attach`.
+
+results = tfmw.launch(train, args=(10,), workers=8, on="ray")       # waits
+job = tfmw.submit(train, args=(10,), workers=8, on="slurm")         # returns at once
+job = tfmw.attach("slurm:4711")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from tfmw.errors import UsageError
+from tfmw.launcher import call
+from tfmw.launcher import run as local_launcher
+from tfmw.launcher.engines.engine import Engine, JobSpec, task_range
+from tfmw.launcher.engines.job import Job
+from tfmw.launcher.options import GRACE_S, AutoOnOff, RunOptions
+from tfmw.launcher.output import is_watched
+from tfmw.launcher.remote.messages import Setup
+from tfmw.launcher.spawn import terminal_size
+from tfmw.observe.trackers import RUN_ID
+
+# The module of each engine; its class is `tfmw.engines.Local`, ...
+_ENGINES = {"local": "local_jobs", "ray": "ray", "slurm": "slurm", "spark": "spark"}
+
+# Settings of TensorFlow and of what it computes with, which tasks on other machines need too.
+_TRAVEL = ("TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "TFDS_")
+
+
+def engine_of(on: str | Engine) -> Engine:
+    """The engine of an `on=` argument.
+
+    Raises:
+        UsageError: an unknown name, or its library is not installed.
+    """
+    if isinstance(on, Engine):
+        return on
+    if on not in _ENGINES:
+        raise UsageError(
+            f"received on={on!r}: expected {', '.join(map(repr, _ENGINES))}, or an engine with "
+            "its settings, such as tfmw.engines.Slurm(partition='gpu')."
+        )
+    module = importlib.import_module(f"tfmw.launcher.engines.{_ENGINES[on]}")
+    engine: Engine = getattr(module, on.capitalize())()
+    return engine
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    workers: int | tuple[int, int] = 2,
+    *,
+    on: str | Engine = "local",
+    log_dir: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    live: bool | None = None,
+    grace_s: float = GRACE_S,
+    max_restarts: int = 0,
+    isolate: AutoOnOff = "auto",
+) -> list[Any]:
+    """Runs `fn(*args)` in each worker of a fresh cluster, on this machine or on an engine.
+
+    Args:
+        fn: a function that the workers can import. With cloudpickle installed, any function: one
+            that is defined in a notebook or a script, or a lambda.
+        args: its arguments; they are pickled.
+        workers: number of processes; each has joined the cluster when the function starts. On an
+            engine also (least, most): as many as there is room for.
+        on: where they run: "local", "ray", "slurm", "spark", or an engine with its settings, such
+            as `tfmw.engines.Ray(resources={"CPU": 4})`.
+        log_dir: the run's folder is created in it; by default in a temporary directory, which is
+            kept after a failure. Of this machine only.
+        env: environment variables added for the workers.
+        stdout: the stream for their output; by default `sys.stdout`.
+        live: whether the chief's output is printed without labels, for its progress bar; by
+            default if `stdout` is a terminal or a notebook.
+        grace_s: seconds between SIGTERM and SIGKILL for workers that are ended. Of this machine
+            only.
+        max_restarts: number of times that all workers are restarted after a failure; the function
+            resumes from its own backup.
+        isolate: whether the workers run in a private network: "auto", "on" or "off". Of this
+            machine only.
+
+    Returns:
+        The result of the function in each worker, in order.
+
+    Raises:
+        UsageError: a wrong number of workers, TF_CONFIG is set, or the function cannot be pickled.
+        TaskFailed: a worker died without an exception.
+        Exception: the exception of the function in the first worker that failed. Its cause is a
+            `TaskFailed` with the worker's traceback.
+        KeyboardInterrupt: the job was cancelled, and nothing of it is left.
+    """
+    engine = engine_of(on)
+    out = sys.stdout if stdout is None else stdout
+    if engine.name == "local":
+        if isinstance(workers, tuple):
+            raise UsageError(
+                f"received workers={workers!r}: this machine takes one number; a range goes with "
+                "on=."
+            )
+        return local_launcher.launch(
+            fn,
+            args,
+            workers,
+            log_dir=log_dir,
+            env=env or {},
+            stdout=out,
+            live=live,
+            grace_s=grace_s,
+            max_restarts=max_restarts,
+            isolate=isolate,
+        )
+    live = is_watched(out) if live is None else live
+    payload = call.pack(fn, args)
+    with held(start(engine, payload, workers, max_restarts, env, live=live)) as job:
+        job.logs(follow=True, out=out)
+        return job.result()
+
+
+def submit(
+    fn: Callable[..., Any] | str | os.PathLike[str],
+    args: Sequence[Any] = (),
+    workers: int | tuple[int, int] = 2,
+    *,
+    on: str | Engine = "local",
+    env: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+) -> Job:
+    """Starts `fn(*args)`, or a script, in each worker of a new cluster, and returns at once.
+
+    The job continues when this process ends (on Spark it ends with it); `attach` finds it again.
+
+    Args:
+        fn: a function, as in `launch`, or the path of a script.
+        args: the function's arguments, or the script's flags.
+        workers: number of processes, or (least, most).
+        on: where they run, as in `launch`.
+        env: environment variables added for the workers.
+        max_restarts: number of times that all workers are restarted after a failure.
+
+    Returns:
+        The job: `Job.id`, `Job.status`, `Job.logs`, `Job.result`, `Job.cancel`.
+
+    Raises:
+        UsageError: wrong arguments, or the engine refuses the job.
+    """
+    engine = engine_of(on)
+    if callable(fn):
+        return start(engine, call.pack(fn, args), workers, max_restarts, env)
+    local_launcher.check_program([os.fspath(fn)], module=False)
+    path = Path(fn).absolute()
+    return start(
+        engine,
+        (),
+        workers,
+        max_restarts,
+        env,
+        command=("script", str(path), *map(str, args)),
+        script=path.read_bytes() if path.is_file() else b"",
+    )
+
+
+def attach(job_id: str, on: Engine | None = None) -> Job:
+    """The job that another process has submitted.
+
+    Args:
+        job_id: its `Job.id`, such as "slurm:4711".
+        on: the engine, where its settings are not the usual ones.
+
+    Raises:
+        UsageError: there is no such job, or its engine is not there.
+    """
+    name, colon, number = job_id.partition(":")
+    known = _ENGINES if on is None else (on.name,)
+    if not colon or not number or name not in known:
+        raise UsageError(
+            f"received the job {job_id!r}: expected an engine and a number, such as "
+            f"'{'slurm' if on is None else on.name}:4711'; tfmw jobs lists them. An engine that is "
+            "not one of tfmw's is passed by on=."
+        )
+    engine = engine_of(name) if on is None else on
+    return Job(name, number, engine.attach(number), engine.where(number))
+
+
+def jobs(on: str | Engine) -> list[Job]:
+    """The jobs of an engine whose results are there, the oldest first.
+
+    Args:
+        on: as in `launch`.
+
+    Raises:
+        UsageError: there is no such engine.
+    """
+    engine = engine_of(on)
+    return [Job(engine.name, n, engine.attach(n), engine.where(n)) for n in engine.numbers()]
+
+
+def start(
+    engine: Engine,
+    payload: call.Payload,
+    workers: int | tuple[int, int],
+    max_restarts: int,
+    env: Mapping[str, str] | None = None,
+    *,
+    command: tuple[str, ...] = ("call",),
+    live: bool = False,
+    script: bytes = b"",
+    directories: Mapping[str, str] | None = None,
+) -> Job:
+    """Submits a job, with the settings of this process.
+
+    Args:
+        engine: where it runs.
+        payload: the packed call; empty for a script.
+        workers, max_restarts, env: as in `submit`.
+        command, live, script, directories: of `Setup` and `JobSpec`.
+    """
+    options = RunOptions(max_restarts=max_restarts)
+    least, most = task_range(workers)
+    options.check(most)
+    if os.environ.get("TF_CONFIG", "").strip():
+        raise UsageError(
+            f"TF_CONFIG is already set to {os.environ['TF_CONFIG']}; unset it or drop on=."
+        )
+    travels = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_TRAVEL) and name != "TF_CONFIG"
+    }
+    setup = Setup(
+        command=command,
+        options=options,
+        env={
+            RUN_ID: os.environ.get(RUN_ID) or secrets.token_hex(8),
+            **travels,
+            **(env or {}),
+            **({"TFMW_TTY": "1"} if live else {}),
+        },
+        folder=os.getcwd(),
+        live=live,
+        columns=terminal_size().columns,
+        body=script,
+    )
+    spec = JobSpec(setup, (least, most), directories=directories or {})
+    number, handle = engine.submit(spec, payload)
+    try:
+        return Job(engine.name, number, handle, engine.where(number))
+    except BaseException:  # nobody would know of the job
+        handle.kill()
+        handle.forget()
+        raise
+
+
+@contextlib.contextmanager
+def held(job: Job) -> Iterator[Job]:
+    """A job for as long as a `with` lasts: it is then cancelled, and nothing of it is left."""
+    try:
+        print(f"tfmw: {job.where}", file=sys.stderr, flush=True)
+        yield job
+    finally:
+        job.cancel()
+        job.forget()

@@ -1,0 +1,194 @@
+"""Runs a script on several hosts: what `tfmw run --hosts ... --max-restarts N` calls.
+
+    settings = HostSettings(("h0", "h1"), options=RunOptions(max_restarts=3))
+    status = launch_on_hosts(["train.py", "--backup_dir=/shared/run7"], settings)
+
+Everything that can be wrong with the command is found here, before anything starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfmw import __version__
+from tfmw.cluster import addresses
+from tfmw.cluster.signals import Signals
+from tfmw.errors import ClusterError, UsageError
+from tfmw.launcher.hosts.lease import DIRECTORY, Lease, lease_of
+from tfmw.launcher.hosts.settings import HostSettings
+from tfmw.launcher.hosts.supervisor_loop import run_on_hosts
+from tfmw.launcher.options import LocalRun
+from tfmw.launcher.run import check_program
+
+TOKEN = "TFMW_TOKEN"
+SHORTEST_TOKEN = 16  # characters
+
+
+def launch_on_hosts(
+    argv: Sequence[str],
+    settings: HostSettings,
+    *,
+    host: int | None = None,
+    rendezvous: str | None = None,
+    token_file: Path | None = None,
+    module: bool = False,
+    log_dir: str | os.PathLike[str] | None = None,
+) -> int:
+    """Runs a script on all hosts; returns the exit status. The last lines are printed.
+
+    Args:
+        argv: the script's path, or the module's name, and its flags.
+        settings: of all hosts, which may lack their ports; `facts` are added here.
+        host: which of them this is; None: the only one whose address is one of this machine's.
+        rendezvous: "dir:/path" or "etcd://host:2379/key"; None: in the program's --backup_dir.
+        token_file: holds the token; None: it is in TFMW_TOKEN.
+        module: whether argv[0] is a module.
+        log_dir: the run's folder is made in it.
+
+    Raises:
+        UsageError: any of that is wrong.
+    """
+    check_program(argv, module)
+    hosts = _checked_hosts(settings.hosts, host)
+    settings = dataclasses.replace(settings, hosts=hosts, facts=_facts(argv, settings))
+    _check_settings(settings)
+    host = addresses.local_index(hosts) if host is None else host
+    lease = lease_of(_rendezvous(argv) if rendezvous is None else rendezvous, host)
+    token = _token(token_file, hosts, lease)
+    job = LocalRun(
+        command=["module" if module else "script", *argv],
+        tasks=[("worker", index) for index in range(settings.workers_per_host)],
+        options=dataclasses.replace(settings.options, isolate="off"),
+        log_dir=log_dir,
+        env={"TFMW_EVALUATOR": "1"} if settings.evaluator else {},
+    )
+    with Signals() as stop:
+        return run_on_hosts(job, settings, host, lease, token, stop)
+
+
+def _checked_hosts(names: Sequence[str], host: int | None) -> tuple[str, ...]:
+    """The addresses of all hosts, with their ports."""
+    hosts = tuple(addresses.with_port(name, addresses.DEFAULT_PORT) for name in names)
+    addresses.validated("hosts", hosts, "--hosts")
+    for address in hosts:
+        if hosts.count(address) > 1:
+            raise ClusterError(f"--hosts lists {address} twice; give every host once.")
+    if host is not None and not 0 <= host < len(hosts):
+        raise ClusterError(
+            f"--host-index is {host}; expected 0 to {len(hosts) - 1}, an index of --hosts."
+        )
+    return hosts
+
+
+def _check_settings(settings: HostSettings) -> None:
+    settings.options.check(settings.workers_per_host)
+    if settings.workers_per_host < 1:
+        raise UsageError(
+            f"--workers-per-host is {settings.workers_per_host}; expected an integer of at least 1."
+        )
+    if settings.ps < 0:
+        raise UsageError(f"--ps is {settings.ps}; expected an integer of at least 0.")
+    hosts = len(settings.hosts)
+    if not 1 <= settings.least_hosts <= hosts:
+        raise UsageError(
+            f"--min-hosts is {settings.min_hosts}; expected 1 to {hosts}, the number of hosts."
+        )
+    if not settings.rejoin_timeout_s >= 0:
+        raise UsageError(
+            f"--rejoin-timeout is {settings.rejoin_timeout_s}; expected seconds, at least 0."
+        )
+    if settings.options.isolate == "on":
+        raise UsageError(
+            "--isolate on closes the tasks' network, and with --hosts tasks of several hosts train "
+            "together; leave one of the two out."
+        )
+    if settings.options.min_workers is not None:
+        raise UsageError(
+            "--min-workers is for one machine; with --hosts give --min-hosts, the least number of "
+            "hosts."
+        )
+
+
+def _rendezvous(argv: Sequence[str]) -> str:
+    """The lock beside the program's backups."""
+    found = backup_dir_of(argv)
+    if found is None or "://" in found:
+        raise UsageError(
+            "restarts on several hosts require a lock that all of them reach, and the script has "
+            + (
+                "no --backup_dir"
+                if found is None
+                else f"its --backup_dir at {found}, without locks"
+            )
+            + "; add --rendezvous dir:/a/directory/that/all/hosts/share, or etcd://host:2379/run7."
+        )
+    return f"{DIRECTORY}{Path(found) / 'supervisors'}"
+
+
+def backup_dir_of(argv: Sequence[str]) -> str | None:
+    """The value of --backup_dir in a program's flags; None: it has none."""
+    found = None
+    for word, following in itertools.pairwise([*argv, ""]):
+        name, equals, value = word.partition("=")
+        if name.startswith("-") and name.lstrip("-").replace("-", "_") == "backup_dir":
+            found = value if equals else following
+    return found or None
+
+
+def _token(token_file: Path | None, hosts: Sequence[str], lease: Lease) -> bytes:
+    """The token that supervisors prove to each other."""
+    source, token = TOKEN, os.environ.get(TOKEN, "").strip()
+    if token_file is not None:
+        source = f"--token-file {token_file}"
+        try:
+            token = token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{source} cannot be read ({error}); write it with tfmw token."
+            ) from None
+    elif not token and all(map(_is_loopback, hosts)):
+        try:
+            return lease.secret()
+        except OSError as error:
+            raise UsageError(f"the hosts' key cannot be read ({error}); set {TOKEN}.") from None
+    if not token:
+        raise UsageError(
+            "supervisors on a network require a token, the same on all hosts: "
+            f"export {TOKEN}=$(tfmw token) on one host, and the same value on all others, "
+            "or --token-file with a file that all hosts read."
+        )
+    if len(token) < SHORTEST_TOKEN:
+        raise UsageError(
+            f"the token in {source} has {len(token)} characters; expected at least "
+            f"{SHORTEST_TOKEN}, as tfmw token makes them."
+        )
+    return token.encode()
+
+
+def _is_loopback(address: str) -> bool:
+    host, _ = addresses.split(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _facts(argv: Sequence[str], settings: HostSettings) -> dict[str, str]:
+    """Settings that every host must share; tasks compare the versions of TensorFlow and Keras."""
+    return {
+        "the command": " ".join(argv),
+        "--workers-per-host": str(settings.workers_per_host),
+        "--ps": str(settings.ps),
+        "--evaluator": str(settings.evaluator),
+        "--min-hosts": str(settings.min_hosts),
+        "--rejoin-timeout": str(settings.rejoin_timeout_s),
+        "--max-restarts": str(settings.options.max_restarts),
+        "tfmw": __version__,
+        "Python": ".".join(map(str, sys.version_info[:2])),
+    }

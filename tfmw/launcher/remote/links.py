@@ -1,0 +1,416 @@
+"""Connections between the processes of a run, in a thread: authenticated, and known to be alive.
+
+    links = Links(token, inbox.put, timing, listener=socket, welcome=welcome)  # of who leads
+    links = Links(token, inbox.put, timing)                                    # of a member
+    with links:
+        links.dial("h0", [("10.0.0.1", 2222)], hello)   # ("leader_connected", "h0") once connected
+        links.to_leader(message)
+        links.to_member(2, message)                     # 2: what `welcome` returned for a hello
+        ("from_member", 2, message)                     # what `post` gets; and after silence:
+        ("member_lost", 2, "no sign of life for 3 s")
+
+A connection begins with a nonce of each side; then every frame carries a MAC (HMAC-SHA256). The
+first message of the side that has connected is its hello. Both sides send a frame from time to
+time. Connections that prove nothing are closed after `Timing.hello_s`, and there are at most
+MAX_STRANGERS of them: the oldest goes. A message may have any length, and travels in pieces.
+
+The token never travels. A frame that is altered, repeated, left out, sent back to its sender or
+taken from another connection has the wrong MAC. Nothing is encrypted: whoever reads the network
+reads what supervisors tell each other, which holds no secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Coroutine, Hashable, Iterable
+from typing import Any, NamedTuple, Self
+
+from tfmw.errors import TfmwError
+from tfmw.launcher.remote import messages
+from tfmw.launcher.remote.messages import Message
+
+NONCE_BYTES = 32
+LARGEST = 1 << 18
+"""Bytes of one frame."""
+
+HEADER = struct.Struct("!I32s")
+"""Before each frame: its length and its MAC."""
+
+MAX_STRANGERS = 64
+CLOSED = "it closes the connection"
+_RETRY_S = 0.1
+_CLOSE_S = 1.0  # in which the other sides see the end of the stream
+_PIECE = LARGEST - 1  # bytes of a message in one frame, behind the mark whether more follow
+
+Post = Callable[[tuple[Any, ...]], None]
+Address = tuple[str, int]
+
+
+class Forged(TfmwError):
+    """A frame that does not come from a holder of the token, or not at this point."""
+
+
+def session_key(token: bytes, nonce: bytes, other_nonce: bytes) -> bytes:
+    """The key of one connection; `nonce` is of the side that was connected to."""
+    return hmac.digest(token, b"tfmw hosts 1 " + nonce + other_nonce, "sha256")
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Frames:
+    """The frames of one direction of a connection; its sender seals them, its receiver checks them.
+
+    Args:
+        key: see `session_key`.
+        sender: "server" or "client".
+    """
+
+    key: bytes
+    sender: str
+    _next: int = 0
+
+    def seal(self, message: bytes) -> bytes:
+        """The next frame."""
+        return HEADER.pack(len(message), self._mac(message)) + message
+
+    def unseal(self, message: bytes, mac: bytes) -> bytes:
+        """The message. Raises Forged unless it is the next one of that side."""
+        if not hmac.compare_digest(mac, self._mac(message)):
+            raise Forged("a message does not have the MAC of this run's token")
+        return message
+
+    def _mac(self, message: bytes) -> bytes:
+        head = f"{self.sender} {self._next} ".encode()
+        mac = hmac.digest(self.key, head + message, "sha256")
+        self._next += 1
+        return mac
+
+
+class Timing(NamedTuple):
+    """Time limits of connections, in seconds."""
+
+    beat_s: float  # between two signs of life
+    silence_s: float  # of silence after which a connection is lost
+    hello_s: float  # in which a new connection must prove the token
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class _Link:
+    """One authenticated connection, of either direction; used in the thread of its `Links`."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    key: bytes
+    side: str
+    timing: Timing
+
+    def __post_init__(self) -> None:
+        self._sent = Frames(self.key, self.side)
+        self._received = Frames(self.key, "client" if self.side == "server" else "server")
+        self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._writing: asyncio.Future[None] | None = None
+        self.backlog = 0
+        """Bytes that are to be sent."""
+
+    def send(self, data: bytes) -> None:
+        """Sends a message, or b"" as a sign of life, without waiting; others follow the first."""
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write())
+        self.backlog += len(data)
+        self._unsent.put_nowait(data)
+
+    def close(self) -> None:
+        """Closes it, after what was sent has gone out."""
+        self._unsent.put_nowait(None)
+
+    async def receive(self) -> bytes:
+        """The next message, or b"". Raises OSError, Forged, or EOFError at the end."""
+        pieces: list[bytes] = []
+        more = True
+        while more:
+            async with asyncio.timeout(self.timing.silence_s):
+                header = await self.reader.readexactly(HEADER.size)
+                length, mac = HEADER.unpack(header)
+                if length > LARGEST:
+                    raise Forged(f"a frame of {length} bytes")
+                frame = self._received.unseal(await self.reader.readexactly(length), mac)
+            if not frame:
+                return b""
+            more = bool(frame[0])
+            pieces.append(frame[1:])
+        return b"".join(pieces)
+
+    async def serve(self, received: Callable[[Message], None]) -> str:
+        """Passes on messages until the connection is lost; returns why."""
+        try:
+            while True:
+                if data := await self.receive():
+                    received(messages.decode(data))
+        except TimeoutError:
+            self.writer.transport.abort()
+            return f"no sign of life for {self.timing.silence_s:g} s"
+        except EOFError:
+            return "the other side has closed the connection"
+        except (Forged, messages.Malformed) as error:
+            return str(error)
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            self.cancel()
+            self.writer.close()
+
+    def cancel(self) -> None:
+        """Sends nothing more."""
+        if self._writing is not None:
+            self._writing.cancel()
+
+    async def _write(self) -> None:
+        """Sends what is there to send, and signs of life in between, until `close`."""
+        try:
+            while (data := await self._next()) is not None:
+                for at in range(0, max(len(data), 1), _PIECE):
+                    mark = bytes([at + _PIECE < len(data)]) if data else b""
+                    self.writer.write(self._sent.seal(mark + data[at : at + _PIECE]))
+                    async with asyncio.timeout(self.timing.silence_s):
+                        await self.writer.drain()
+                self.backlog -= len(data)
+            # What the other side still sends is read: else it gets a reset, and loses this.
+            self.writer.write_eof()
+        except OSError:  # the other side reads nothing, or is gone: `serve` ends
+            self.writer.transport.abort()
+
+    async def _next(self) -> bytes | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.timing.beat_s):
+                return await self._unsent.get()
+        return b""
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Links:
+    """All connections of one process."""
+
+    token: bytes  # the secret of all processes of the run
+    post: Post  # called, in a thread of its own, with (name of the event, its arguments...)
+    timing: Timing
+    listener: socket.socket | None = None  # for members; closed at the end
+    # Returns, for the hello of a member, the name that it has from then on, or raises ValueError.
+    # An earlier connection of that name is closed.
+    welcome: Callable[[Message], Hashable] = hash
+
+    def __post_init__(self) -> None:
+        self._members: dict[Hashable, _Link] = {}
+        self._leader: _Link | None = None
+        self._dialing: asyncio.Task[None] | None = None
+        self._strangers: list[socket.socket] = []  # the oldest first
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="tfmw-links", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        if self.listener is not None:
+            self.listener.close()
+
+    # ---- for other threads -----------------------------------------------------------------------
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that are still to be sent to who leads."""
+        leader = self._leader
+        return 0 if leader is None else leader.backlog
+
+    def dial(
+        self,
+        name: Hashable,
+        addresses: Iterable[Address] = (),
+        hello: Callable[[str], Message] | None = None,
+        local: Address | None = None,
+    ) -> None:
+        """Is connected to the process that leads from now on, again and again.
+
+        Args:
+            name: of that process, in events; None: no connection.
+            addresses: of that process; the first that can be reached is used.
+            hello: returns the first message, for this side's address.
+            local: this side's address.
+        """
+        self._loop.call_soon_threadsafe(self._dial, name, list(addresses), hello, local)
+
+    def to_leader(self, message: Message) -> None:
+        """Sends to the process that was dialed."""
+        self._loop.call_soon_threadsafe(self._send, lambda: self._leader, messages.encode(message))
+
+    def to_member(self, name: Hashable, message: Message) -> None:
+        """Sends to a process that has connected to this one."""
+        data = messages.encode(message)
+        self._loop.call_soon_threadsafe(self._send, lambda: self._members.get(name), data)
+
+    def drop(self, name: Hashable | None) -> None:
+        """Closes the connection of a member; None: those of all."""
+
+        def close() -> None:
+            for member, link in self._members.items():
+                if name in (None, member):
+                    link.close()
+
+        self._loop.call_soon_threadsafe(close)
+
+    # ---- in the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        if self.listener is not None:
+            self.listener.setblocking(False)
+            self._start(self._listen(self.listener))
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _send(self, find: Callable[[], _Link | None], data: bytes) -> None:
+        if (link := find()) is not None:
+            link.send(data)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _close(self) -> None:
+        self._closing = True
+        for link in [*self._members.values(), *([self._leader] if self._leader else [])]:
+            link.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                while self._members or self._leader:
+                    await asyncio.sleep(0.01)
+        for task in (tasks := list(self._tasks)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _listen(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(listener)
+            except OSError:  # such as EMFILE: no descriptor is left, and strangers hold some
+                self._drop_strangers(keep=0)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._drop_strangers(keep=MAX_STRANGERS - 1)
+            self._strangers.append(connection)
+            self._start(self._accept(connection))
+
+    def _drop_strangers(self, keep: int) -> None:
+        while len(self._strangers) > keep:
+            with contextlib.suppress(OSError):  # its task ends by that
+                self._strangers.pop(0).shutdown(socket.SHUT_RDWR)
+
+    async def _accept(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=LARGEST)
+        try:
+            async with asyncio.timeout(self.timing.hello_s):
+                link = await self._authenticated(reader, writer, "server")
+                hello = messages.decode(await link.receive())
+                name = self.welcome(hello)
+        except (OSError, EOFError, ValueError, Forged):
+            writer.transport.abort()
+            return
+        finally:
+            if connection in self._strangers:
+                self._strangers.remove(connection)
+        link.send(b"")  # this side knows the token, too
+        before = self._members.pop(name, None)
+        if before is not None:
+            before.close()
+            self.post(("member_lost", name, "it has connected again"))
+        self._members[name] = link
+        self.post(("member_connected", name))
+        self.post(("from_member", name, hello))
+        why = await link.serve(lambda message: self.post(("from_member", name, message)))
+        if self._members.get(name) is link:
+            del self._members[name]
+            self.post(("member_lost", name, why))
+
+    async def _authenticated(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, side: str
+    ) -> _Link:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        writer.write(nonce)
+        other = await reader.readexactly(NONCE_BYTES)
+        nonces = (nonce, other) if side == "server" else (other, nonce)
+        return _Link(reader, writer, session_key(self.token, *nonces), side, self.timing)
+
+    def _dial(self, name: Hashable, *how: Any) -> None:
+        if self._dialing is not None:
+            self._dialing.cancel()
+            self._dialing = self._leader = None
+        if name is not None:
+            self._dialing = self._start(self._stay_connected(name, *how))
+
+    async def _stay_connected(
+        self,
+        name: Hashable,
+        addresses: list[Address],
+        hello: Callable[[str], Message],
+        local: Address | None,
+    ) -> None:
+        failures = 0
+        while not self._closing:
+            problems = {}
+            for address in addresses:
+                try:
+                    link = await self._connect(address, hello, local)
+                except (OSError, EOFError, Forged) as error:
+                    problems[address] = self._why_not(error)
+                    continue
+                failures, self._leader = 0, link
+                self.post(("leader_connected", name))
+                why = await link.serve(lambda message: self.post(("from_leader", message)))
+                self._leader = None
+                self.post(("leader_lost", name, why))
+                break
+            else:
+                failures += 1
+                self.post(("not_connected", name, failures, problems))
+            await asyncio.sleep(_RETRY_S)
+
+    async def _connect(
+        self, address: Address, hello: Callable[[str], Message], local: Address | None
+    ) -> _Link:
+        """A connection to a process that knows the token."""
+        async with asyncio.timeout(self.timing.hello_s):
+            reader, writer = await asyncio.open_connection(
+                *address, local_addr=local, limit=LARGEST
+            )
+            link = None
+            try:
+                link = await self._authenticated(reader, writer, "client")
+                own: str = writer.get_extra_info("sockname")[0]
+                link.send(messages.encode(hello(own.removeprefix("::ffff:"))))
+                await link.receive()
+            except BaseException:
+                if link is not None:
+                    link.cancel()
+                writer.transport.abort()
+                raise
+            return link
+
+    def _why_not(self, error: Exception) -> str:
+        if isinstance(error, EOFError):
+            return CLOSED
+        if isinstance(error, TimeoutError):
+            return f"no response within {self.timing.hello_s:g} s"
+        return str(error)

@@ -1,0 +1,192 @@
+"""The tasks of one machine: made ready, started, watched and ended, one attempt after the other.
+
+    tasks = TasksOfOneMachine(context)
+    tasks.prepare(count=2)
+    tasks.look(0.05)              # Ready((12001, 12002)) once tasks can start at once
+    tasks.do(Start(...))
+    tasks.look(0.05)              # RestartRequest(...), which a RestartReply answers
+    tasks.look(0.05)              # Ended(...) once none of them runs
+
+A supervisor drives one, and so does an engine's agent, whose machine has one task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping
+
+from tfmw.cluster.sockets import reserved_ports
+from tfmw.launcher.attempt import Attempt, AttemptContext
+from tfmw.launcher.failure import Failure
+from tfmw.launcher.process import divisions
+from tfmw.launcher.remote.messages import (
+    End,
+    Ended,
+    EndReport,
+    Leave,
+    Ready,
+    RestartReply,
+    RestartRequest,
+    Start,
+)
+from tfmw.observe.goodput import OTHER, Division
+from tfmw.observe.trackers import RUN_ID
+
+
+@dataclasses.dataclass(eq=False)
+class TasksOfOneMachine:
+    """An attempt's tasks on one machine, driven by the process that leads the attempt."""
+
+    context: AttemptContext  # of all attempts
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # instead of the run's
+    settle_s: float = 0.0  # see `Attempt`; 0: the cause may be on another machine
+
+    def __post_init__(self) -> None:
+        self._attempt: Attempt | None = None
+        self._ended: Ended | None = None  # by the leader, which `look` is still to report
+        self._ports = contextlib.ExitStack()
+        self._wanted = 0  # ports, until they are prepared
+        self._ready_by = 0.0
+        self._preempts = False
+        self.restarts = 0
+        """Restarts of single tasks that the run has used up, as far as this machine knows."""
+        self._requests: list[str] = []  # tasks that the leader is to be asked about
+        self._replies: dict[str, bool | None] = {}  # None: not yet
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to look at: no task runs, and none is made ready."""
+        return self._attempt is None and not self._wanted
+
+    @property
+    def step(self) -> int:
+        """The largest training step that a running task has reported; negative: none."""
+        return -1 if self._attempt is None else self._attempt.step()
+
+    @property
+    def division(self) -> Division | None:
+        """How a running task divides the run's time; None if none trains here."""
+        return None if self._attempt is None else _division(self._attempt)
+
+    def prepare(self, count: int) -> None:
+        """Begins to get ready for tasks that need `count` ports."""
+        self._wanted = count
+        timeout_s = self.context.run.options.start_timeout_s or float("inf")
+        self._ready_by = time.monotonic() + timeout_s
+
+    def do(self, message: Start | RestartReply | Leave | End) -> None:
+        """Does what the leader wants of the tasks, at once."""
+        match message:
+            case Start():
+                self._start(message)
+            case RestartReply():
+                self.restarts = message.restarts
+                self._replies[message.task] = message.allowed
+            case Leave():  # as soon as they can
+                self._preempts = True
+            case End():
+                self._ended = self.end() or self._ended
+
+    def _start(self, start: Start) -> None:
+        self.restarts, self._requests, self._replies = 0, [], {}
+        context = self.context
+        # The tracker's run goes on where another host has the chief.
+        run = {} if context.env.get(RUN_ID) or not start.run else {RUN_ID: start.run}
+        if start.again:  # each start has a folder of its own
+            folder = context.directory / f"again_{start.again}"
+            context = dataclasses.replace(context, directory=folder)
+        self._attempt = Attempt(
+            context,
+            start.tasks,
+            start.attempt,
+            self,
+            cluster=start.cluster,
+            settle_s=self.settle_s,
+            env={**run, **self.env},
+            before={"": start.division} if start.division else {},
+        )
+        self._preempts = False
+        self._ports.close()  # they were held until now
+        self._attempt.start()
+
+    def allows_restart_alone(self, failure: Failure) -> bool | None:
+        """Whether a task that died restarts alone; None while the leader has not replied.
+
+        The leader decides, as it counts the restarts of all machines; it is asked once each time.
+        """
+        if failure.usage:
+            return False
+        if failure.task not in self._replies:
+            self._replies[failure.task] = None
+            self._requests.append(failure.task)
+        reply = self._replies[failure.task]
+        if reply is not None:
+            del self._replies[failure.task]  # it may die again
+        return reply
+
+    def end(self) -> Ended | None:
+        """Ends the tasks at once; returns how they ended, if any ran."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return None
+        attempt.poll(0.0)  # what has failed until now has failed by itself
+        attempt.end(0.0)
+        body = b"".join(attempt.results().values())  # of one task at most
+        return Ended(attempt.number, report_of(attempt), body)
+
+    def look(self, wait_s: float) -> Ready | RestartRequest | Ended | None:
+        """Looks at the tasks once; returns a message for the leader. At once if it is `idle`.
+
+        Args:
+            wait_s: seconds to wait for output of the tasks.
+        """
+        if self._ended is not None:
+            ended, self._ended = self._ended, None
+            return ended
+        attempt = self._attempt
+        if attempt is not None:
+            if self._preempts and attempt.ask_to_leave():
+                self._preempts = False
+            if attempt.poll(wait_s):
+                return self.end()
+            if not self._requests:
+                return None
+            return RestartRequest(attempt.number, self._requests.pop(0))
+        spawner = self.context.spawner
+        if not self._wanted or not (spawner.is_ready(wait_s) or time.monotonic() > self._ready_by):
+            return None
+        spawner.wait([], 0.0)  # a fork server that is too late is left out
+        count, self._wanted = self._wanted, 0
+        self._ports.close()
+        return Ready(tuple(self._ports.enter_context(reserved_ports(count))))
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.end()
+        self._ports.close()
+
+
+def report_of(attempt: Attempt) -> EndReport:
+    """How an attempt ended on this machine; call it after `Attempt.end`."""
+    return EndReport(
+        done=attempt.done(),
+        step=attempt.step(),
+        preempted=attempt.preempted(),
+        failures=tuple(
+            dataclasses.replace(
+                failure,
+                error=failure.error[:2000],
+                detail=tuple(line[:500] for line in failure.detail),
+            )
+            for failure in attempt.failures()
+        ),
+        division=_division(attempt),
+    )
+
+
+def _division(attempt: Attempt) -> Division | None:
+    """How the first task that trains divides the run's time; None if none does here."""
+    first = next(iter(divisions(attempt.tasks).values()), None)
+    return first and (first.until(time.time(), OTHER) if attempt.done() else first)

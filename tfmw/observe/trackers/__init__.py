@@ -1,0 +1,154 @@
+"""Tracking libraries: one run of a training, whatever the number of its workers and restarts.
+
+    trackers.join(is_chief)        # in tfmw.init: the other tasks' calls reach no tracker
+
+Every task of a script calls `mlflow.start_run()` or `wandb.init()`. Only the chief's calls reach
+the tracker. After a restart the same calls continue the run of the last attempt. `mlflow_run.py`
+and `wandb_run.py` do that for their library. A library that a script does not import is never
+imported.
+
+May import: `tfmw.errors`. No TensorFlow.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from tfmw.observe.trackers import mlflow_run, wandb_run
+
+RUN_ID = "TFMW_RUN_ID"
+"""Variable that names the run over all of its attempts; `tfmw run` sets it."""
+
+_LIBRARIES = {"mlflow": mlflow_run, "wandb": wandb_run}
+_joined = False
+_is_chief = True
+
+_Act = Callable[[ModuleType], Any]
+
+PACKAGES = frozenset(
+    {
+        "aim",
+        "azureml",
+        "clearml",
+        "comet_ml",
+        "dagshub",
+        "determined",
+        "dvclive",
+        "labml",
+        "mlflow",
+        "neptune",
+        "neptune_scale",
+        "neptune_tensorflow_keras",
+        "optuna",
+        "polyaxon",
+        "sacred",
+        "swanlab",
+        "tensorboardX",
+        "traceml",
+        "trackio",
+        "visdom",
+        "wandb",
+    }
+)
+"""Top-level packages of trackers, and of Optuna, whose trials are told; integrations included."""
+
+CLIENT_METHODS = frozenset(
+    {"add_scalar", "log_artifact", "log_metric", "log_metrics", "log_scalar", "report_scalar"}
+)
+"""An object with one of these methods is the client of a tracker, whatever its package is."""
+
+_WRITERS_OF_EVENTS = "SummaryWriter"  # of TensorFlow, tensorboardX and PyTorch
+
+
+def join(is_chief: bool) -> None:
+    """Lets the chief log, and continue the run of an earlier attempt; silences the other tasks.
+
+    TFMW_RUN_ID identifies the run; without it a restart begins a new one.
+
+    Args:
+        is_chief: whether this task is the one that writes.
+    """
+    global _joined, _is_chief
+    if _joined:
+        return
+    _joined, _is_chief = True, is_chief
+    training = os.environ.get(RUN_ID, "")
+    for name, library in _LIBRARIES.items():
+        act = functools.partial(library.continue_runs, training) if is_chief else library.silence
+        if name in sys.modules:
+            act(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _Finder(name, act))
+
+
+def active_runs() -> dict[str, Any]:
+    """The active run of each library, for `adopt` in another process."""
+    imported = [(name, module) for name, module in _LIBRARIES.items() if name in sys.modules]
+    return {name: run for name, module in imported if (run := module.active()) is not None}
+
+
+def adopt(runs: Mapping[str, Any]) -> None:
+    """Lets this process, if it is the chief, log to runs that another process has begun.
+
+    Args:
+        runs: what `active_runs` returned there.
+    """
+    for name, run in runs.items():
+        _LIBRARIES[name].adopt(run, _is_chief)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as the other finders do, and calls `act(module)` after its import."""
+
+    def __init__(self, name: str, act: _Act) -> None:
+        self._name = name
+        self._act = act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader = None if spec is None else spec.loader
+        if loader is not None and hasattr(loader, "exec_module"):
+            execute = loader.exec_module
+
+            def then_act(module: ModuleType) -> None:
+                execute(module)
+                self._act(module)
+
+            loader.exec_module = then_act  # type: ignore[method-assign]
+        return spec
+
+
+def logs_to_tracker(callback: Any) -> bool:
+    """Whether a callback writes to a tracker, so that only one task may run it.
+
+    True if its class, or one that it inherits from, is of one of `PACKAGES`, or if one of its
+    attributes is an object of one (a run, an experiment), a client, or a writer of TensorBoard's
+    events.
+    """
+    if any(_package(kind) in PACKAGES for kind in type(callback).__mro__):
+        return True
+    return any(_is_of_tracker(type(value)) for value in getattr(callback, "__dict__", {}).values())
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _is_of_tracker(kind: type) -> bool:
+    """Whether objects of a class send metrics, or write events of TensorBoard."""
+    if any(_package(k) in PACKAGES or k.__name__ == _WRITERS_OF_EVENTS for k in kind.__mro__):
+        return True
+    return any(callable(getattr(kind, name, None)) for name in CLIENT_METHODS)

@@ -1,0 +1,207 @@
+"""Atomic writes of directories, and checksums of files.
+
+    with atomic_directory("/models/digits") as temporary:
+        ...                                   # write files into `temporary`
+
+The files are written under a temporary name beside the target, flushed to the disk and renamed.
+Local paths use `os`, which can flush, and which follows no links on removal. URLs such as
+`gs://bucket/model` use `tf.io.gfile`, whose renames are as atomic as the file system makes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import posixpath
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw.errors import UsageError
+from tfmw.storage import fence
+from tfmw.storage.disk import flush, is_local
+
+# A leftover of a crash beside `models/digits`: `models/.digits.writing-1f0c9e4b7a52`.
+_WRITING, _REPLACED = "writing", "replaced"
+_LEFTOVER = re.compile(rf"\.(.+)\.({_WRITING}|{_REPLACED})-[0-9a-f]{{12}}", re.DOTALL)
+
+# fnmatch(3) takes these for more than themselves; `*` and `?` match themselves, too.
+_PATTERN = re.compile(r"\\|\[[^/]+\]")
+
+
+@contextlib.contextmanager
+def atomic_directory(target: str, temporary: str | None = None) -> Iterator[str]:
+    """Yields the name of a directory to create and fill; at the end it replaces `target`.
+
+    If the block raises, the temporary directory is removed and `target` is unchanged. The same
+    holds where a later attempt of the run has begun (`tfmw.storage.fence`). A crash leaves the old
+    directory, the new one or none, and leftovers, which `clean_up` removes.
+
+    Args:
+        target: an absolute local path or a URL, without a slash at the end. Its parent is created.
+        temporary: an earlier result of `name_beside(target)`, to fill that directory.
+    """
+    parent = posixpath.dirname(target)
+    if parent and not tf.io.gfile.isdir(parent):
+        tf.io.gfile.makedirs(parent)
+    temporary = temporary or name_beside(target)
+    try:
+        yield temporary
+        _flush_tree(temporary)
+        fence.check()
+        replace(target, temporary)
+    except BaseException:
+        # The directory may not exist, and the error of the block matters more.
+        with contextlib.suppress(OSError, tf.errors.OpError):
+            remove(temporary)
+        raise
+
+
+def check_creatable(target: str) -> None:
+    """Tests whether a directory can be created beside `target`, or in its first existing parent.
+
+    Raises:
+        OSError, ValueError or tf.errors.OpError: it cannot; nothing has changed.
+    """
+    if "\0" in target:
+        raise ValueError("a path cannot contain a null byte")
+    parent = posixpath.dirname(target)
+    while not tf.io.gfile.exists(parent) and parent != posixpath.dirname(parent):
+        parent = posixpath.dirname(parent)
+    if is_local(target):
+        os.rmdir(tempfile.mkdtemp(prefix=f".{posixpath.basename(target)[:100]}.", dir=parent))
+
+
+def replace(target: str, temporary: str) -> None:
+    """Renames `temporary` to `target`. Only between two renames is there no `target`."""
+    replaced = None
+    if _exists(target):
+        replaced = name_beside(target, _REPLACED)
+        _rename(target, replaced)
+    try:
+        _rename(temporary, target)
+    except BaseException:
+        if replaced is not None:
+            _rename(replaced, target)
+        raise
+    if is_local(target):
+        flush(posixpath.dirname(target))
+    if replaced is not None:
+        remove(replaced)
+
+
+def clean_up(parent: str, names: re.Pattern[str]) -> None:
+    """Removes leftovers of interrupted writes in `parent`, or restores what they had replaced.
+
+    Args:
+        parent: a directory in which no other process is writing these names.
+        names: matches the targets of the writes.
+    """
+    if not tf.io.gfile.isdir(parent):
+        return
+    for entry in tf.io.gfile.listdir(parent):
+        entry = entry.rstrip("/")
+        match = _LEFTOVER.fullmatch(entry)
+        if match is None or not names.fullmatch(match[1]):
+            continue
+        leftover, target = posixpath.join(parent, entry), posixpath.join(parent, match[1])
+        if match[2] == _REPLACED and not _exists(target):
+            _rename(leftover, target)  # the process died between the two renames of `replace`
+        else:
+            remove(leftover)
+
+
+def remove(path: str) -> None:
+    """Removes a file or a directory with all its content; of a local link, only the link."""
+    if not is_local(path):
+        tf.io.gfile.rmtree(path)
+    elif os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)  # unlike tf.io.gfile.rmtree, it follows no links
+    else:
+        os.unlink(path)
+
+
+def _flush_tree(directory: str) -> None:
+    """Flushes every file of a local directory; remote files are complete once they are closed."""
+    if not is_local(directory):
+        return
+    for parent, _, files in os.walk(directory):
+        for name in files:
+            flush(os.path.join(parent, name))
+        flush(parent)
+
+
+def sha256(path: str) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with tf.io.gfile.GFile(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def files_of(prefix: str) -> list[str]:
+    """The paths of a directory's files that begin with `prefix`; no pattern."""
+    directory, name = posixpath.split(prefix)
+    found = tf.io.gfile.listdir(directory)
+    return [posixpath.join(directory, file) for file in found if file.startswith(name)]
+
+
+def is_pattern(path: str) -> bool:
+    """Whether TensorFlow takes a path for a pattern that does not match the path itself."""
+    return _PATTERN.search(path) is not None
+
+
+def check_name(path: str) -> None:
+    """Raises UsageError for a path that TensorFlow cannot open."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"received the path {path!r}, which is not UTF-8, and TensorFlow opens no other: name "
+            "another directory."
+        ) from None
+    if not is_local(path) and is_pattern(path):
+        raise UsageError(
+            f"received {path!r}: TensorFlow takes a backslash, and brackets with something in "
+            "them, in a URL for a pattern. Name a directory without them."
+        )
+
+
+@contextlib.contextmanager
+def checkpoint_reader(prefix: str) -> Iterator[Any]:
+    """Yields the reader of a TensorFlow checkpoint, whose directory may have any name.
+
+    `tf.train.load_checkpoint` takes its argument for a pattern, and reads files until the end.
+    """
+    if not (is_local(prefix) and is_pattern(prefix)):
+        yield tf.train.load_checkpoint(prefix)
+        return
+    directory, name = os.path.split(os.path.abspath(prefix))
+    with tempfile.TemporaryDirectory() as folder:
+        link = os.path.join(folder, "checkpoint")
+        os.symlink(directory, link)
+        yield tf.train.load_checkpoint(os.path.join(link, name))
+
+
+def name_beside(target: str, state: str = _WRITING) -> str:
+    """A new name for what will replace `target`; `clean_up` removes it after a crash."""
+    parent, name = posixpath.split(target)
+    return posixpath.join(parent, f".{name}.{state}-{secrets.token_hex(6)}")
+
+
+def _exists(path: str) -> bool:
+    return os.path.lexists(path) if is_local(path) else tf.io.gfile.exists(path)
+
+
+def _rename(source: str, target: str) -> None:
+    if is_local(target):
+        os.rename(source, target)
+    else:
+        tf.io.gfile.rename(source, target)

@@ -1,0 +1,101 @@
+"""The attempt of a run that may write: the one with the number recorded last.
+
+    check()                        # raises Fenced in a task of an attempt that another one followed
+
+Hosts that were cut off from the others cannot know at once that these continued without them. So
+what several hosts share is put in its place only by tasks whose attempt (TFMW_ATTEMPT) is the last
+one in the record of the run's leader. TFMW_FENCE names the record: a file, or a key of etcd. In a
+process without it, everybody may write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from tfmw.errors import TfmwError
+from tfmw.storage import etcd
+
+FENCE = "TFMW_FENCE"
+"""Names the record: a path, or "etcd://host:2379/key"."""
+
+ATTEMPT = "TFMW_ATTEMPT"
+
+
+class Fenced(TfmwError):
+    """This task belongs to an attempt that another one has followed."""
+
+
+def attempt() -> int:
+    """The attempt that this process belongs to; 0 where no launcher started it."""
+    return int(os.environ.get(ATTEMPT) or 0)
+
+
+def is_fenced() -> bool:
+    """Whether other hosts may continue this run without this process."""
+    return bool(os.environ.get(FENCE))
+
+
+def check() -> None:
+    """Raises Fenced where a later attempt has been recorded.
+
+    Raises:
+        Fenced: this attempt may not write any more.
+        OSError: the record cannot be read.
+    """
+    place = os.environ.get(FENCE)
+    if not place:
+        return
+    last = recorded(place)
+    if last > attempt():
+        raise Fenced(
+            f"this task belongs to attempt {attempt()}, and other hosts have begun attempt {last} "
+            "without it: it writes nothing any more."
+        )
+
+
+def owner() -> str:
+    """Names this attempt and its run in the lock of what it writes; "" without a record.
+
+    Raises:
+        OSError: the record cannot be read.
+    """
+    place = os.environ.get(FENCE)
+    return f"attempt {attempt()} of run {_record(place)['run']}" if place else ""
+
+
+def precedes(text: str) -> bool:
+    """Whether what `owner` returned in another process names an earlier attempt of this run.
+
+    Raises:
+        OSError: the record cannot be read.
+    """
+    holder, own = (re.search(r"attempt (\d+) of run (\w+)", t) for t in (text, owner()))
+    if holder is None or own is None:
+        return False
+    return holder[2] == own[2] and int(holder[1]) < int(own[1])
+
+
+def recorded(place: str) -> int:
+    """The number of the last attempt in a record.
+
+    Raises:
+        OSError: it cannot be read, or is none.
+    """
+    return int(_record(place)["attempt"])
+
+
+def _record(place: str) -> dict[str, Any]:
+    if place.startswith(etcd.SCHEMES):
+        text = etcd.Client(place).get(etcd.key_of(place)) or ""
+    else:
+        text = Path(place).read_text(encoding="utf-8")
+    try:
+        found: dict[str, Any] = json.loads(text)
+        int(found["attempt"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise OSError(f"{place} has no record of attempts") from error
+    return found

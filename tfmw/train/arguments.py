@@ -1,0 +1,245 @@
+"""The arguments of a call of fit as one value, checked once; autologging, which sees them.
+
+    mlflow.keras.autolog()
+    tfmw.fit(model, data)        # one run of MLflow, begun and ended on the chief
+
+What other libraries have wrapped around Keras's `fit` runs around tfmw's. The wrappers see the
+arguments that Keras has, too, and a model that is an ordinary one before and after the training.
+The callbacks that they add run on the chief.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw import data
+from tfmw.compat import datasets, model_methods, models
+from tfmw.data import record_index
+from tfmw.errors import UsageError
+from tfmw.storage import disk
+from tfmw.train.callbacks.roles import BackupAndRestore, without_backup
+
+PRECISIONS = ("mixed_bfloat16", "mixed_float16")
+
+COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
+"""Types in which gradients are sent, by the choice of `fit(gradient_compression=...)`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitArguments:
+    """The arguments of `tfmw.fit`; see there.
+
+    Raises:
+        UsageError: an unknown `gradient_compression`, `precision` or `shard_optimizer`.
+    """
+
+    model: Any
+    x: Any
+    y: Any
+    batch_size: int | None
+    epochs: int
+    verbose: Any
+    callbacks: Any
+    validation_split: float
+    validation_data: Any
+    shuffle: bool
+    class_weight: dict[int, float] | None
+    sample_weight: Any
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_freq: Any
+    strategy: Any
+    workers: int | tuple[int, int] | None
+    on: Any
+    backup_dir: str | os.PathLike[str] | None
+    backup_every: Any
+    export_dir: str | os.PathLike[str] | None
+    seed: int | None
+    gradient_compression: str | None
+    precision: str | None
+    shard_optimizer: Any
+    split_batch: bool
+    sync_every: int | str | None
+    outer_optimizer: Any
+    sync_fragments: int
+    sync_overlap: int
+    sync_compression: str | None
+    sync_between: str
+    sync_elastic: bool
+
+    def __post_init__(self) -> None:
+        if self.gradient_compression not in (None, *COMPRESSIONS):
+            raise UsageError(
+                f"unknown gradient_compression {self.gradient_compression!r}: expected None, "
+                f"{' or '.join(map(repr, COMPRESSIONS))}."
+            )
+        if self.precision not in (None, "float32", *PRECISIONS):
+            raise UsageError(
+                f"unknown precision {self.precision!r}: expected None, 'float32', "
+                f"{' or '.join(map(repr, PRECISIONS))}."
+            )
+        if self.shard_optimizer not in (True, False, "auto"):
+            raise UsageError(
+                f"received shard_optimizer={self.shard_optimizer!r}: expected True, False or "
+                '"auto".'
+            )
+
+    def limited(self) -> FitArguments:
+        """These arguments with at most the epochs and steps that `keras.config` allows."""
+        max_epochs, _ = models.limits_for_debugging()
+        epochs = self.epochs
+        if max_epochs and max_epochs < epochs:
+            warnings.warn(f"Limiting epochs to {max_epochs}", stacklevel=3)
+            epochs = max_epochs
+        validation_steps = self.validation_steps
+        if self.validation_data is not None or self.validation_split:
+            validation_steps = limited_steps(validation_steps)
+        return dataclasses.replace(
+            self,
+            epochs=epochs,
+            steps_per_epoch=limited_steps(self.steps_per_epoch),
+            validation_steps=validation_steps,
+        )
+
+    def split(self) -> FitArguments:
+        """These arguments after applying `validation_split`, if there is one."""
+        if not self.validation_split or self.validation_data is not None:
+            return self
+        (x, y, sample_weight), validation_data = datasets.train_validation_split(
+            (self.x, self.y, self.sample_weight), validation_split=self.validation_split
+        )
+        return dataclasses.replace(
+            self, x=x, y=y, sample_weight=sample_weight, validation_data=validation_data
+        )
+
+    @property
+    def source(self) -> data.Source:
+        """The training data."""
+        return data.Source(
+            self.x,
+            self.y,
+            self.sample_weight,
+            self.batch_size,
+            self.steps_per_epoch,
+            self.shuffle,
+            self.class_weight,
+            self.split_batch,
+        )
+
+    @property
+    def validation_source(self) -> data.Source | None:
+        """The validation data; None without any."""
+        if self.validation_data is None:
+            return None
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self.validation_data)
+        # Datasets are already batched; arrays are batched as the training data.
+        is_batched = isinstance(x, keras.utils.PyDataset) or data.is_grain(x)
+        is_batched |= datasets.is_dataset(x) or callable(x)
+        batch_size = None if is_batched else self.validation_batch_size or self.batch_size
+        return data.Source(
+            x, y, sample_weight, batch_size, self.validation_steps, split=self.split_batch
+        )
+
+    @property
+    def backup(self) -> BackupAndRestore | None:
+        """The backup callback, or None."""
+        asked = without_backup(self.callbacks)[1]
+        if self.backup_dir is not None:
+            return BackupAndRestore(self.backup_dir, save_freq=self.backup_every)
+        return asked
+
+    @property
+    def index_dir(self) -> str | None:
+        """The directory of the indices of files of records; None if nothing resumes."""
+        directory = None if self.backup is None else os.fspath(self.backup.backup_dir)
+        if directory is None or not disk.is_local(directory):
+            return None
+        return os.path.join(disk.absolute(directory), record_index.DIRECTORY)
+
+
+@contextlib.contextmanager
+def trained_in(model: keras.Model, precision: str | None) -> Iterator[None]:
+    """Sets layers of policy float32 to the policy `precision`, and back to float32 afterwards.
+
+    Layers of any other policy keep theirs.
+
+    Raises:
+        UsageError: "mixed_float16" with an optimizer that does not scale the loss: small gradients
+            would be rounded to zero.
+    """
+    if precision not in PRECISIONS:
+        yield
+        return
+    scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    if precision == "mixed_float16" and not scaled:
+        raise UsageError(
+            'precision="mixed_float16" needs an optimizer that scales the loss, received '
+            f"{type(model.optimizer).__name__}: compile the model with "
+            "keras.optimizers.LossScaleOptimizer(optimizer), or use 'mixed_bfloat16'."
+        )
+    changed = [
+        layer for layer in [model, *models.layers_of(model)] if layer.dtype_policy.name == "float32"
+    ]
+    try:
+        for layer in changed:
+            layer.dtype_policy = precision
+        yield
+    finally:
+        for layer in changed:
+            layer.dtype_policy = "float32"
+
+
+def limited_steps(steps: int | None) -> int | None:
+    """No more steps of an epoch than `keras.config.set_max_steps_per_epoch` allows."""
+    _, max_steps = models.limits_for_debugging()
+    if not max_steps or (steps is not None and steps <= max_steps):
+        return steps
+    warnings.warn(f"Limiting steps_per_epoch to {max_steps}", stacklevel=3)
+    return max_steps
+
+
+def autologged(
+    model: Any, arguments: FitArguments, train: Callable[[FitArguments], Any], is_chief: bool = True
+) -> Any:
+    """Calls `train`, on the chief within the wrappers; returns its result.
+
+    Args:
+        model: a compiled Keras model; without one (a function that makes it) there are no wrappers.
+        arguments: of the call.
+        train: trains with the arguments that the wrappers pass on.
+        is_chief: whether this task is the one that logs.
+    """
+    if not is_chief or not isinstance(model, keras.Model) or not model_methods.is_wrapped():
+        return train(arguments)
+    result: Any = None
+
+    def instead(**changed: Any) -> keras.callbacks.History:
+        nonlocal result
+        result = train(dataclasses.replace(arguments, **changed))
+        return model.history
+
+    given = {
+        name: getattr(arguments, name)
+        for name, parameter in model_methods.fit_parameters().items()
+        if not _is(getattr(arguments, name), parameter.default)
+    }
+    if "callbacks" in given:
+        given["callbacks"] = tf.nest.flatten(given["callbacks"])
+    model_methods.run_wrapped(model, given, instead)
+    return result
+
+
+def _is(value: Any, default: Any) -> bool:
+    """Whether an argument has its default; arrays do not."""
+    simple = isinstance(value, bool | int | float | str)
+    return value is default or (simple and type(value) is type(default) and value == default)

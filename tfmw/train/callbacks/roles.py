@@ -1,0 +1,267 @@
+"""Callbacks on many workers: which tasks run them, which write, and the model that they see.
+
+Every callback runs on every worker, with the same logs, so it makes the same changes to the model
+everywhere. Callbacks that write files or send reports run on the chief only. tfmw knows Keras's
+own, and recognizes what logs to a tracker (`tfmw.observe.trackers`); other callbacks declare it:
+
+    class Upload(keras.callbacks.Callback):
+        chief_only = True
+
+    tfmw.fit(model, data, callbacks=[tfmw.callbacks.ChiefOnly(third_party_callback)])
+
+After each epoch all workers adopt the chief's learning rate and its decision to stop.
+
+Users' callbacks read and assign weights, save the model, or train another one with it, and so does
+Keras's own SwapEMAWeights. What works on a `tf.Variable` may not work on the copies of a strategy,
+so they see an ordinary model: see `OnOrdinaryModel`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw.compat import models
+from tfmw.errors import UsageError
+from tfmw.observe.trackers import logs_to_tracker
+from tfmw.train.callbacks.log import Log
+
+# Keras's callbacks that write files, print or send reports: only one task may run them.
+_WRITERS: tuple[type, ...] = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.ProgbarLogger,
+)
+
+# The same of other packages, by name: they need not be installed.
+_THIRD_PARTY_WRITERS = {
+    "keras_tuner.src.engine.tuner_utils.SaveBestEpoch",
+}
+
+# By what a call does: the hooks that run around its batches.
+_BATCH_HOOKS = {
+    "train": ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
+    "test": ("on_test_batch_begin", "on_test_batch_end"),
+    "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
+}
+
+_SHOWS = keras.callbacks.ProgbarLogger | keras.callbacks.History
+
+# Keras's callbacks that look at metrics, the learning rate or the model's own weights at most.
+_IGNORE_OPTIMIZER: tuple[type, ...] = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.History,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.TerminateOnNaN,
+)
+
+
+class ChiefOnly(keras.callbacks.Callback):
+    """Runs a callback on the chief only.
+
+    Args:
+        callback: a Keras callback that writes files or sends reports.
+    """
+
+    chief_only = True
+
+    def __init__(self, callback: keras.callbacks.Callback):
+        super().__init__()
+        self.callback = callback
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self.callback.set_model(model)
+
+    def set_params(self, params: Any) -> None:
+        super().set_params(params)
+        self.callback.set_params(params)
+
+
+def _forwarded(hook: str) -> Any:
+    def call(self: ChiefOnly, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.callback, hook)(*args, **kwargs)
+
+    call.__name__ = hook
+    return call
+
+
+for _hook in [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]:
+    setattr(ChiefOnly, _hook, _forwarded(_hook))
+
+
+class BackupAndRestore(keras.callbacks.Callback):
+    """Backs up the run, and resumes an interrupted run at the exact step.
+
+    Takes the arguments of Keras's callback of the same name, and also works on several workers
+    and in the middle of an epoch.
+
+    Args:
+        backup_dir: a directory of this run alone; local, or a URL that `tf.io.gfile` opens.
+        save_freq: "epoch", a number of steps, "continuous", or a time such as "10 s" (see
+            `tfmw.fit`).
+        double_checkpoint: accepted for Keras's sake; two backups are always kept.
+        delete_checkpoint: whether backups are removed when the process ends without an error.
+        save_nan: whether weights that are not finite may be saved. Otherwise a loss that is not
+            finite ends the run. So do such weights at the next backup, even if the loss is
+            finite. The previous backup is kept.
+
+    Example:
+        tfmw.fit(model, data, callbacks=[tfmw.callbacks.BackupAndRestore("/shared/run7", 500)])
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: Any = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
+        *,
+        save_nan: bool = False,
+    ):
+        super().__init__()
+        self.backup_dir = os.fspath(backup_dir)
+        self.save_freq = save_freq
+        self.double_checkpoint = double_checkpoint
+        self.delete_checkpoint = delete_checkpoint
+        self.save_nan = save_nan
+
+
+def without_backup(callbacks: Any) -> tuple[list[Any], BackupAndRestore | None]:
+    """Separates the backup callback, which `fit` implements itself, from the other callbacks.
+
+    Raises:
+        UsageError: there are two.
+    """
+    flat = tf.nest.flatten(callbacks) if callbacks else []
+    backups = [c for c in flat if isinstance(c, BackupAndRestore)]
+    if len(backups) > 1:
+        raise UsageError(
+            f"received {len(backups)} BackupAndRestore callbacks: expected at most one; keep one."
+        )
+    return [c for c in flat if c not in backups], backups[0] if backups else None
+
+
+def writes(callback: Any) -> bool:
+    """Whether a callback runs on the chief only."""
+    chosen = getattr(callback, "chief_only", None)
+    if chosen is not None:
+        return bool(chosen)
+    names = {f"{c.__module__}.{c.__qualname__}" for c in type(callback).__mro__}
+    known = isinstance(callback, _WRITERS) or not names.isdisjoint(_THIRD_PARTY_WRITERS)
+    return known or logs_to_tracker(callback)
+
+
+def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
+    """The callbacks that this task runs.
+
+    Raises:
+        UsageError: a callback that cannot work on several workers.
+    """
+    flat = tf.nest.flatten(callbacks) if callbacks else []
+    for callback in flat if workers > 1 else ():
+        if type(callback).__name__ == "OrbaxCheckpoint":
+            raise UsageError(
+                "keras.callbacks.OrbaxCheckpoint takes every worker for the primary one, so all "
+                "would write the same files: use keras.callbacks.ModelCheckpoint."
+            )
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise UsageError(
+                "keras.callbacks.BackupAndRestore knows no chief: every worker would write and "
+                "delete the same files; use tfmw.callbacks.BackupAndRestore."
+            )
+    return [c for c in flat if is_chief or not writes(c)]
+
+
+def may_read_optimizer(callback: Any) -> bool:
+    """Whether a callback may look at the optimizer's state, or change it or the weights.
+
+    One that does not may say so: `reads_optimizer = False`.
+    """
+    callback = _unwrapped(callback)
+    declared: bool | None = getattr(callback, "reads_optimizer", None)
+    if declared is not None:
+        return declared
+    if isinstance(callback, keras.callbacks.ProgbarLogger):
+        return False
+    if type(callback) is keras.callbacks.ModelCheckpoint:
+        return not callback.save_weights_only
+    return type(callback) not in _IGNORE_OPTIMIZER
+
+
+def wants_every_batch(callback: Any, kind: str = "train") -> bool:
+    """Whether a callback acts between batches; if none does, many steps run in one call.
+
+    Args:
+        kind: of batches: "train", "test" or "predict".
+    """
+    callback = _unwrapped(callback)
+    if isinstance(callback, _SHOWS):
+        return False
+    if type(callback) is keras.callbacks.ModelCheckpoint:
+        return callback.save_freq != "epoch"
+    if type(callback) is Log:
+        return callback.every != "epoch"
+    if type(callback) is keras.callbacks.TensorBoard:
+        return callback.update_freq != "epoch" or models.profiles_batches(callback)
+    return any(_overrides(callback, hook) for hook in _BATCH_HOOKS[kind])
+
+
+def acts_in(callback: Any, hook: str) -> bool:
+    """Whether a callback does anything in a hook such as "on_epoch_end", but show or keep logs."""
+    for kind, hooks in _BATCH_HOOKS.items():
+        if hook in hooks:
+            return wants_every_batch(callback, kind)
+    callback = _unwrapped(callback)
+    return not isinstance(callback, _SHOWS) and _overrides(callback, hook)
+
+
+def _unwrapped(callback: Any) -> Any:
+    return callback.callback if isinstance(callback, ChiefOnly) else callback
+
+
+def _overrides(callback: Any, hook: str) -> bool:
+    base = keras.callbacks.Callback
+    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(base, hook)
+
+
+class OnOrdinaryModel:
+    """A list of callbacks whose hooks run while the model is an ordinary one.
+
+    Args:
+        callback_list: as Keras makes it.
+        ordinary_model: makes the context for a hook. It copies the weights, so it is left out for
+            hooks in which no callback acts. Its argument is whether moving averages are the same on
+            all replicas: not before a step, where a run goes on within an epoch.
+    """
+
+    def __init__(
+        self,
+        callback_list: keras.callbacks.CallbackList,
+        ordinary_model: Callable[[bool], contextlib.AbstractContextManager[None]],
+    ):
+        self.callbacks: list[Any] = callback_list.callbacks
+        self._list = callback_list
+        self._ordinary_model = ordinary_model
+
+    def __getattr__(self, hook: str) -> Callable[..., None]:
+        method: Callable[..., None] = getattr(self._list, hook)
+        if not any(acts_in(callback, hook) for callback in self.callbacks):
+            return method
+
+        def run(*arguments: Any, **named: Any) -> None:
+            with self._ordinary_model(hook != "on_train_batch_begin"):
+                method(*arguments, **named)
+
+        return run

@@ -1,0 +1,440 @@
+"""fit, evaluate and predict: as Keras's methods of the same names, on every replica of a cluster.
+
+Read `fit` top to bottom: check the arguments, choose the strategy, shard the data, restore, train,
+export. The loop over epochs is in `training/loop.py`, steps are in `mirrored/` and
+`parameter_server/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw import data
+from tfmw.cluster import membership
+from tfmw.compat.metric_variables import flatten_metrics
+from tfmw.errors import UsageError
+from tfmw.train import on_workers, strategies
+from tfmw.train.arguments import FitArguments, autologged, limited_steps, trained_in
+from tfmw.train.callbacks.roles import without_backup
+from tfmw.train.checkpoint import evaluator
+from tfmw.train.checkpoint.resume import Backups
+from tfmw.train.epoch_iterator import EpochIterator
+from tfmw.train.fit_context import FitContext, errors_reported
+from tfmw.train.local_sgd import local_training
+from tfmw.train.local_sgd.round_client import RoundClient
+from tfmw.train.local_sgd.sync_settings import SyncSettings, checked
+from tfmw.train.loop import TrainingLoop, ValidationSignals
+from tfmw.train.mirrored.cached_driver import cached_driver
+from tfmw.train.mirrored.sync_driver import SyncDriver
+from tfmw.train.mirrored.sync_training import MirroredTraining, run_evaluation, run_prediction
+from tfmw.train.parameter_server.ps_training import ParameterServerTraining
+from tfmw.train.saved_model import check_path, export
+
+
+def fit(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    *,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: bool = True,
+    class_weight: dict[int, float] | None = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+    strategy: Any = "auto",
+    workers: int | tuple[int, int] | None = None,
+    on: Any = "local",
+    backup_dir: str | os.PathLike[str] | None = None,
+    backup_every: Any = "epoch",
+    export_dir: str | os.PathLike[str] | None = None,
+    seed: int | None = None,
+    gradient_compression: str | None = None,
+    precision: str | None = None,
+    shard_optimizer: Any = "auto",
+    split_batch: bool = True,
+    sync_every: int | str | None = None,
+    outer_optimizer: Any = None,
+    sync_fragments: int = 1,
+    sync_overlap: int = 0,
+    sync_compression: str | None = None,
+    sync_between: str = "replicas",
+    sync_elastic: bool = False,
+) -> keras.callbacks.History:
+    """Trains `model` on all replicas of the cluster, with the results of one process.
+
+    Args:
+        model: a compiled Keras 3 model, built at any time or not yet, or a callable that returns
+            one. It is trained in place.
+        x, y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle,
+            class_weight, sample_weight, initial_epoch, steps_per_epoch, validation_steps,
+            validation_batch_size, validation_freq: as in `keras.Model.fit`. A `tf.data.Dataset`
+            is batched by the global batch size. A callable gets a `tf.distribute.InputContext`
+            and returns the pipeline of that worker, batched by the batch size of one replica.
+        strategy: "auto" (the cluster that `tfmw.init` joined; else the GPUs of this machine; else
+            one process), a name from `tfmw.strategies`, or a `tf.distribute.Strategy`.
+        workers: number of new processes on which to train; the result is copied back. For
+            notebooks, where TensorFlow has already run. An argument that cannot be sent to other
+            processes (a dataset that holds Python functions, for example) raises before any
+            process starts. On an engine also (least, most): as many as there is room for.
+        on: where these processes run: "local", "ray", "slurm", "spark", or an engine with its
+            settings, such as `tfmw.engines.Ray(resources={"CPU": 4})`. When a task dies, all start
+            again from the newest backup, up to the engine's `max_restarts`.
+        backup_dir: directory in which the state of the run is saved, and from which an interrupted
+            run resumes: the short form of `tfmw.callbacks.BackupAndRestore(backup_dir)`.
+        backup_every: a number of steps, "epoch", "3 epochs", a time such as "10 s", or
+            "continuous": the next backup begins when the last is written.
+        export_dir: after training the chief exports a SavedModel there.
+        seed: makes runs with the same number of workers equal bit for bit. It sets the seeds of
+            Python, NumPy, Keras and TensorFlow (`keras.utils.set_random_seed`) and turns
+            TensorFlow's deterministic ops on, for the whole process.
+        gradient_compression: "fp16" or "bf16": dense gradients are sent between replicas, and
+            summed, in 16 bits. This halves the traffic; results differ from those of one process.
+        precision: "mixed_bfloat16" or "mixed_float16": float32 layers compute in 16 bits while they
+            are trained; weights, optimizer and losses stay float32, and the model is a float32
+            model again afterwards. "mixed_float16" needs a `keras.optimizers.LossScaleOptimizer`.
+            None or "float32": each layer's own dtype policy.
+        shard_optimizer: True, False or "auto": whether replicas shard the update of the weights.
+            Each updates 1/N of them and keeps 1/N of the optimizer's slots, with the same
+            result. "auto": over tfmw's own ring, for large models, where it saves time. True:
+            wherever the optimizer allows it, and otherwise a warning gives the reason.
+        split_batch: False for models that need whole batches, such as layers with the batch size
+            written into them, or graphs joined into one: each replica then takes a whole batch of
+            the dataset. One batch for each replica makes a step, and gradients are averaged by
+            examples. Workers of parameter servers take whole batches in any case.
+        sync_every: experimental, for slow networks: a number of steps that each replica trains on
+            its own; then replicas exchange weights, and they do after each epoch. The results
+            differ from those of one process. None: gradients are summed in each step.
+        outer_optimizer: a Keras optimizer that updates the common weights by the mean of (common
+            weights - weights of a replica): DiLoCo. None sets weights to their mean: local SGD.
+        sync_fragments: number of parts in which weights are exchanged, in turns, each after
+            `sync_every` steps.
+        sync_overlap: number of steps that run during an exchange. A replica then takes half of
+            the common weights, and half of its own.
+        sync_compression: "int8" or "int4": weights' differences are sent in 8 or 4 bits. A worker
+            adds its rounding errors to the next exchange.
+        sync_between: "machines": replicas of one machine sum gradients in each step, and machines
+            exchange weights. "replicas": each replica trains on its own.
+        sync_elastic: with `workers=`: workers come and go, as with `tfmw run --elastic`. A lost one
+            is left out of the rounds until it is back, and `sync_every` may be a time: "10 s".
+
+    Returns:
+        A `keras.callbacks.History`, the same on every worker.
+
+    Raises:
+        UsageError: an uncompiled model, an empty dataset, an infinite one without
+            `steps_per_epoch`; arguments or data that differ between workers; a backup of another
+            model, a backup directory in use, and other wrong uses.
+        Preempted: a task received SIGTERM or SIGUSR1 and there is a `backup_dir`: the state is
+            saved, and the process should end with the status of this exception (75).
+    """
+    arguments = checked(FitArguments(**locals()).limited())
+    if workers is not None:
+        return autologged(model, arguments, functools.partial(on_workers.fit_on_workers, fit))
+    if on != "local":
+        raise UsageError(
+            f"received on={on!r} without a number of processes: add workers=, such as workers=2."
+        )
+    if export_dir is not None:
+        check_path(export_dir)
+    if seed is not None:
+        keras.utils.set_random_seed(seed)
+        tf.config.experimental.enable_op_determinism()
+    with errors_reported(strategy):
+        context = FitContext.of(model, strategy, "fit")
+        arguments = arguments.split()
+        if membership.is_evaluator():
+            return _evaluate_beside(context, arguments)
+        with _entered(context, arguments) as (context, backups):
+            train = functools.partial(_train, context, backups=backups)
+            element_spec = autologged(context.model, arguments, train, context.group.is_chief)
+        if export_dir is not None and context.group.is_chief:
+            signature = _signature(context.model, element_spec)
+            export(context.model, export_dir, input_signature=signature)
+    history: keras.callbacks.History = context.model.history
+    return history
+
+
+@contextlib.contextmanager
+def _entered(context: FitContext, arguments: FitArguments) -> Iterator[tuple[FitContext, Backups]]:
+    """The context of this task, and its backups."""
+    client = RoundClient.of_environment(os.environ)
+    if client is not None:
+        with local_training.entered(client, context, arguments) as member:
+            yield member
+        return
+    if arguments.sync_elastic:
+        raise UsageError(
+            "received sync_elastic=True, and no server of rounds: start the script with tfmw run "
+            "--elastic --workers N, or pass workers=N."
+        )
+    with Backups(context.group, arguments.backup) as backups:
+        yield context, backups
+
+
+Training = MirroredTraining | ParameterServerTraining
+
+
+def _train(context: FitContext, arguments: FitArguments, backups: Backups) -> Any:
+    """Trains the model; returns the spec of a batch."""
+    training = _sharded(context, arguments, backups)
+    _require_same(context, arguments, training)
+    backups.restore(context.model, training.batch_size or arguments.batch_size)
+    loop = _loop(context, arguments, training, backups)
+    with trained_in(context.model, arguments.precision), training:
+        loop.run()
+    return training.element_spec
+
+
+def _sharded(context: FitContext, arguments: FitArguments, backups: Backups) -> Training:
+    """The driver of this call, with sharded data and a built model."""
+    record, alone = backups.record, arguments.sync_every is not None
+    servers = strategies.servers_of(context.strategy)
+    if servers is not None and alone:
+        raise UsageError(
+            f"received sync_every={arguments.sync_every}: workers of parameter servers keep no "
+            "weights of their own. Leave it out, or train with multi-worker mirroring."
+        )
+    if record is not None:  # on all tasks
+        # Workers of parameter servers draw their own seeds.
+        was = _kind("seed" not in record["feed"], "rounds" in record["feed"])
+        now = _kind(servers is not None, alone)
+        if was != now:
+            raise UsageError(
+                f"the backup is of {was}, and this is {now}: their "
+                "positions in the data differ in kind. Use another backup_dir; to continue with "
+                "the weights, load them with model.load_weights before tfmw.fit."
+            )
+    if servers is not None:
+        return ParameterServerTraining(context, arguments, servers, record)
+    if isinstance(backups, local_training.MemberBackups):
+        return local_training.ElasticTraining(context, arguments, backups)
+    if alone:
+        return local_training.LocalTraining(context, arguments, backups)
+    return MirroredTraining(context, arguments, record)
+
+
+def _kind(on_servers: bool, alone: bool) -> str:
+    if on_servers:
+        return "a training on parameter servers"
+    return "a training with sync_every" if alone else "a synchronous training"
+
+
+def _require_same(context: FitContext, arguments: FitArguments, training: Training) -> None:
+    """Raises UsageError on every task if the tasks' arguments differ."""
+    context.group.require_same(
+        {
+            "epochs": arguments.epochs,
+            "initial_epoch": arguments.initial_epoch,
+            "steps per epoch": training.steps_per_epoch,
+            "the batch size": training.batch_size,
+            "the number of weights": sum(math.prod(w.shape) for w in context.model.weights),
+            "validation_freq": str(arguments.validation_freq),
+            "steps_per_execution": context.model.steps_per_execution,
+            "backup_every": str(arguments.backup_every),
+            "split_batch": arguments.split_batch,
+            "the sync_ arguments and outer_optimizer": str(SyncSettings.of(arguments)),
+            "collectives": membership.chosen_collectives(),
+        }
+    )
+
+
+def _loop(
+    context: FitContext, arguments: FitArguments, training: Training, backups: Backups
+) -> TrainingLoop:
+    callback_list = context.callback_list(
+        without_backup(arguments.callbacks)[0],
+        training,
+        verbose=0 if backups.is_done(arguments.epochs) else arguments.verbose,
+        steps=training.steps_per_epoch,
+        epochs=arguments.epochs,
+        history=True,
+    )
+    validate: Any = None
+    if arguments.validation_source is not None:
+        if isinstance(training, MirroredTraining):
+            validate = training.validate
+        else:
+            validate = functools.partial(_validate_here, context.model, arguments)
+    return TrainingLoop(training, backups, callback_list, arguments, validate)
+
+
+def _validate_here(
+    model: keras.Model,
+    arguments: FitArguments,
+    callbacks: Any = None,
+    signals: ValidationSignals | None = None,
+) -> dict[str, Any]:
+    """Evaluates on the validation data in this process only; returns the logs."""
+    del callbacks  # none runs around batches of a validation beside parameter servers
+    source = arguments.validation_source
+    assert source is not None
+    logs: dict[str, Any] = _one_pass(
+        "evaluate",
+        functools.partial(run_evaluation, signals=signals),
+        model,
+        (source.x, source.y, source.sample_weight),
+        batch_size=source.batch_size,
+        steps=source.steps,
+        verbose=0,
+    )
+    return logs
+
+
+def _evaluate_beside(context: FitContext, arguments: FitArguments) -> keras.callbacks.History:
+    """`fit` on an evaluator: evaluates the backups of the training."""
+    backup = arguments.backup
+    if backup is None or arguments.validation_source is None:
+        missing = "backup_dir" if backup is None else "validation_data"
+        raise UsageError(
+            f"this task is an evaluator and {missing} was not given: it evaluates each backup of "
+            "the training on the validation data; pass both to fit on every task."
+        )
+    context.build(arguments.source.shard(context.sharding, data.Order()).element_spec)
+    validate = functools.partial(_validate_here, context.model, arguments)
+    return evaluator.watch(
+        context.model, validate, backup.backup_dir, remove=backup.delete_checkpoint
+    )
+
+
+def _signature(model: keras.Model, element_spec: Any) -> Any:
+    """Signature for the export of a model without known inputs: that of its training data."""
+    if getattr(model, "inputs", None):
+        return None
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
+    return data.map_tensors(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), x)
+
+
+def evaluate(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    *,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+    strategy: Any = "auto",
+    split_batch: bool = True,
+) -> Any:
+    """Computes loss and metrics over all examples, on all replicas.
+
+    Args:
+        model, x, y, strategy, split_batch: as in `fit`.
+        batch_size, verbose, sample_weight, steps, callbacks, return_dict: as in
+            `keras.Model.evaluate`.
+
+    Returns:
+        As `keras.Model.evaluate`; the same on every worker.
+
+    Raises:
+        UsageError: an uncompiled model, an empty dataset, an infinite one without `steps`, or data
+            that differs between workers.
+    """
+
+    def run(driver: SyncDriver, *of_call: Any) -> Any:
+        logs = run_evaluation(driver, *of_call)
+        return logs if return_dict else flatten_metrics(driver.model, logs)
+
+    return _one_pass(
+        "evaluate",
+        run,
+        model,
+        (x, y, sample_weight),
+        batch_size=batch_size,
+        steps=limited_steps(steps),
+        verbose=verbose,
+        callbacks=callbacks,
+        strategy=strategy,
+        split_batch=split_batch,
+    )
+
+
+def predict(
+    model: Any,
+    x: Any,
+    *,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+    strategy: Any = "auto",
+    split_batch: bool = True,
+) -> Any:
+    """Computes predictions for all examples in the dataset's order, on all replicas.
+
+    Args:
+        model, x, strategy, split_batch: as in `fit`.
+        batch_size, verbose, steps, callbacks: as in `keras.Model.predict`.
+
+    Returns:
+        NumPy array(s) [examples, ...] in the structure of the model's outputs; all examples on
+        every worker. As in Keras, a `tf.RaggedTensor` or `tf.SparseTensor` if an output is one,
+        and a `tf.RaggedTensor` if its shape changes from step to step.
+
+    Raises:
+        UsageError: an empty dataset, an infinite one without `steps`, data that differs between
+            workers, or outputs that cannot be sent between workers (strings).
+    """
+    return _one_pass(
+        "predict",
+        run_prediction,
+        model,
+        (x, None, None),
+        batch_size=batch_size,
+        steps=limited_steps(steps),
+        verbose=verbose,
+        callbacks=callbacks,
+        strategy=strategy,
+        split_batch=split_batch,
+    )
+
+
+def _one_pass(
+    method: str,
+    run: Callable[..., Any],
+    model: Any,
+    examples: tuple[Any, Any, Any],
+    *,
+    batch_size: int | None,
+    steps: int | None,
+    verbose: Any,
+    callbacks: Any = None,
+    strategy: Any = "default",
+    split_batch: bool = True,
+) -> Any:
+    """The result of `run(driver, group, batches, callback_list)` for `evaluate` or `predict`."""
+    with errors_reported(strategy):
+        context = FitContext.of(model, strategy, method)
+        source = data.Source(*examples, batch_size, steps, split=split_batch)
+        batches = EpochIterator(source, context.group, context.sharding, steps, "steps")
+        evaluates = method == "evaluate"
+        context.build(batches.shard.element_spec, for_inputs=not evaluates)
+        with cached_driver(context.model, context.strategy) as driver:
+            driver.splits = split_batch
+            callback_list = context.callback_list(
+                callbacks,
+                driver,
+                verbose=verbose,
+                steps=batches.steps_per_epoch,
+                counts=evaluates,
+            )
+            return run(driver, context.group, batches, callback_list)

@@ -1,0 +1,470 @@
+"""Backups on disk: a directory of them, written atomically and verified when read.
+
+    store = BackupStore("/shared/backups/run7")
+    with store.locked():
+        store.write(step=1200, tensors={"v/0": array}, record={"epoch": 3})
+        found = store.newest()                    # None, or a Backup that passed every check
+        found.record["epoch"], found.tensors()["v/0"]
+
+One backup is one directory `step_<n>` with these files:
+
+* `tensors.index`, `tensors.data-00000-of-00001`: a TensorFlow checkpoint (its tensor bundle
+  format: named tensors, a CRC-32C for each). Where several tasks write, each has files of data:
+  workers write parts of slots;
+* `tables.index`, `tables.data-...`, only with tables (`tfmw.tables`): the same format, with all
+  rows in slices, which the parameter servers write; or hard links to those of an earlier backup,
+  and the rows that have changed since are in `tensors`;
+* `record.json`: everything else as JSON, with the SHA-256 of itself and the sizes of the other
+  files. It is written last: a directory without a valid record is not a backup.
+
+The record has the format's number: 1, or 2 with tables. Of format 1 with tables all rows are in
+`tensors`; it is read, too.
+
+A backup is written under a temporary name, flushed and renamed (`tfmw.storage`). The two newest are
+kept, and one more if these share files of tables. Reading is safe: no pickle, no code, no links
+followed, and never more memory than the files have bytes. Paths are local, or URLs that
+`tf.io.gfile` opens. Object stores have no atomic rename; there a backup has a file `writing` until
+it is complete. A backup with neither this file nor a record is damaged, by a partial copy for
+example.
+
+    problems = verify("/shared/backups/run7")         # [] or one sentence for each problem
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw.data import record_index
+from tfmw.errors import TfmwError, UsageError, first_line
+from tfmw.storage import directories, disk, fence
+from tfmw.tables import files
+from tfmw.train.checkpoint.tensor_files import PREFIX, TABLES, SavedTensors, SharedWrite, TableRows
+
+logger = logging.getLogger("tfmw")
+
+T = TypeVar("T")
+
+EVALUATOR_LOCK = "EVALUATOR"
+"""File that an evaluator locks while it watches, and removes after the last backup."""
+
+KEPT = 2
+_PATIENCE_S = 15.0  # for the lock of an earlier attempt, on another host
+_RECORD = "record.json"
+_UNFINISHED = "writing"  # in an object store, in a backup that is written or removed
+_NAME = re.compile(r"step_(\d{12})")
+_FILES = re.compile(rf"({PREFIX}|{TABLES})\.(index|data-\d{{5}}-of-\d{{5}})")
+# Of Python, for content that `BackupStore` never writes; a deep record is a RecursionError.
+_MALFORMED = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+_LARGEST_RECORD = 256 << 20  # bytes; enough for the histories of a million epochs
+
+
+class Damaged(TfmwError):
+    """A backup whose checksums do not match, or with content that `BackupStore` never writes."""
+
+
+class Incomplete(Damaged):
+    """A backup whose writing was interrupted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Backup:
+    """One complete and verified backup."""
+
+    path: str  # its directory
+    step: int  # training steps at the time of the backup
+    record: dict[str, Any]  # of `BackupStore.write`
+    layout: files.Layout  # the slices of tables
+    prefix_of_tables: str  # the name of the checkpoint with all rows of tables
+    changed: bool  # whether the checkpoint `PREFIX` has rows of tables that have changed since
+
+    def tensors(self, servers: int = 0) -> SavedTensors:
+        """All tensors by name. Raises Damaged if a checksum does not match.
+
+        Args:
+            servers: number of parameter servers, which read tables in place of this process.
+        """
+        prefix = os.path.join(self.path, PREFIX)
+        try:
+            with directories.checkpoint_reader(prefix) as reader:
+                shapes, types = self._listed(reader, PREFIX)
+                arrays = {
+                    name: reader.get_tensor(name)
+                    for name in sorted(shapes)
+                    if name not in self.layout and not files.is_changed_rows(name)
+                }
+            whole = os.path.join(self.path, self.prefix_of_tables)
+            if self.layout:
+                with directories.checkpoint_reader(whole) as reader:
+                    listed = self._listed(reader, self.prefix_of_tables)
+                files.verify(whole, self.layout, *listed, servers)
+            if self.changed:
+                files.verify(prefix, self.layout, shapes, types, servers, only_changed=True)
+            return SavedTensors(whole, arrays, self.layout, prefix if self.changed else None)
+        except (*_MALFORMED, MemoryError, tf.errors.OpError) as e:
+            raise Damaged(f"backup {self.path} is damaged: {first_line(e)}") from e
+
+    def _listed(self, reader: Any, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The shapes and types of a checkpoint's tensors."""
+        shapes = reader.get_variable_to_shape_map()
+        types = reader.get_variable_to_dtype_map()
+        # TensorFlow allocates the bytes that the index lists, so they must not exceed the files.
+        listed = sum(math.prod(shapes[name]) * types[name].size for name in shapes)
+        paths = directories.files_of(os.path.join(self.path, f"{prefix}.data-"))
+        found = sum(tf.io.gfile.stat(path).length for path in paths)
+        if listed > found:
+            raise ValueError(f"its index lists {listed} bytes, its files have {found}")
+        return shapes, types
+
+
+class BackupStore:
+    """A directory of backups, written by one process at a time.
+
+    Args:
+        path: local, or a URL that `tf.io.gfile` opens.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = os.fspath(path)
+        directories.check_name(self.path)
+        self._local = disk.is_local(self.path)
+        self._damaged: set[int] = set()  # steps of damaged backups
+        self._holds_lock: Callable[[], bool] = lambda: True
+
+    # ------------------------------------------------------------ one run at a time
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Locks the directory for this run, and removes incomplete writes of killed runs.
+
+        The lock is on the file `LOCK`, see `disk.file_lock`; object stores have none.
+
+        Raises:
+            UsageError: another process holds the lock, or it cannot be taken.
+        """
+        tf.io.gfile.makedirs(self.path)
+        with contextlib.ExitStack() as stack:
+            if self._local:
+                self._lock(stack)
+            directories.clean_up(self.path, _NAME)
+            yield
+
+    def _lock(self, stack: contextlib.ExitStack) -> None:
+        path = os.path.join(self.path, "LOCK")
+        # A host that was cut off ends its tasks by itself, a few seconds after the others notice.
+        patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
+        try:
+            lock = disk.file_lock(path, patience_s, fence.owner())
+            self._holds_lock = stack.enter_context(lock)
+        except BlockingIOError:
+            if fence.precedes(disk.holder_of(path)):
+                # A task whose supervisor hangs, or a machine that a file server still waits for.
+                logger.warning(
+                    "%s is locked by an earlier attempt of this run (%s), which may write nothing "
+                    "any more; continuing without the lock",
+                    path,
+                    disk.holder_of(path),
+                )
+                return
+            raise UsageError(
+                f"backup directory {self.path!r} is in use by another run "
+                f"({disk.holder_of(path)}): wait for it, or give this run a directory of its "
+                "own."
+            ) from None
+        except OSError as e:
+            raise UsageError(
+                f"backup directory {self.path!r} cannot be locked ({e}): expected a directory that "
+                "this process may write to, and in it no LOCK or a plain file of that name that "
+                "this user owns."
+            ) from e
+
+    def has_evaluator(self) -> bool:
+        """Whether an evaluator watches this directory and has not evaluated all backups."""
+        return bool(tf.io.gfile.exists(os.path.join(self.path, EVALUATOR_LOCK)))
+
+    def path_of(self, step: int) -> str:
+        """The directory of the backup of one step."""
+        return os.path.join(self.path, f"step_{step:012d}")
+
+    # ------------------------------------------------------------ writing
+
+    def write(
+        self,
+        step: int,
+        tensors: Mapping[str, np.ndarray],
+        record: Mapping[str, Any],
+        shared: SharedWrite | None = None,
+        rows: TableRows | None = None,
+    ) -> str:
+        """Writes one backup and removes all but the newest ones.
+
+        Args:
+            step: training steps so far; a backup of the same step is replaced.
+            tensors: name -> array, of any dtype of TensorFlow.
+            record: JSON values.
+            shared: the writing by several tasks, of a local directory.
+            rows: of tables, which their servers write.
+
+        Returns:
+            The backup's directory.
+
+        Raises:
+            OSError or tf.errors.OpError: it could not be written; older backups are untouched.
+            NotFinite: of a table; older backups are untouched.
+        """
+        final = self.path_of(step)
+        layout = {} if rows is None else rows.files.layout
+        changed = rows is not None and rows.base is not None
+
+        def write(directory: str) -> None:
+            tf.io.gfile.makedirs(directory)
+            prefix = os.path.join(directory, PREFIX)
+            if shared is not None:
+                shared.write(prefix, tensors)
+            elif rows is not None:
+                rows.write(directory, tensors)
+            else:
+                files.save_tensors(prefix, tensors)
+            _write_record(directory, step, layout, changed, record)
+            if not self._holds_lock():
+                raise OSError("another run has taken the lock, as this process was stopped")
+
+        if self._local:
+            named = None if shared is None else shared.directory
+            with directories.atomic_directory(final, named) as temporary:
+                write(temporary)
+        else:
+            self._damaged.add(step)  # until it is complete
+            _empty(final)
+            write(final)
+            tf.io.gfile.remove(os.path.join(final, _UNFINISHED))
+        self._damaged.discard(step)
+        self._prune(step)
+        return final
+
+    def _prune(self, newest: int) -> None:
+        steps = self.steps()
+        intact = [s for s in steps if s <= newest and s not in self._damaged]
+        kept = intact[-KEPT:]
+        # Backups that share files of tables are damaged together: one that does not is kept, too.
+        shared = {self._file_of_tables(s) for s in kept}
+        if len(shared) == 1 and shared != {None}:
+            kept += [s for s in intact if self._file_of_tables(s) not in shared][-1:]
+        for step in steps:
+            # Higher steps belong to an abandoned run: the last write is valid.
+            if step not in kept:
+                with contextlib.suppress(OSError, tf.errors.OpError):
+                    self._remove(step)
+
+    def _file_of_tables(self, step: int) -> int | None:
+        """The file of a backup's tables, the same for all links to it; None without tables."""
+        try:
+            return os.stat(os.path.join(self.path_of(step), f"{TABLES}.index")).st_ino
+        except OSError:
+            return None
+
+    def clear(self) -> None:
+        """Removes all backups."""
+        for step in self.steps():
+            self._remove(step)
+        with contextlib.suppress(OSError, tf.errors.OpError):
+            tf.io.gfile.rmtree(os.path.join(self.path, record_index.DIRECTORY))
+
+    def _remove(self, step: int) -> None:
+        """Removes a backup. An interruption leaves a leftover that the next run recognizes."""
+        path = self.path_of(step)
+        if self._local:
+            leftover = directories.name_beside(path)
+            os.rename(path, leftover)
+            path = leftover
+        else:
+            _empty(path)
+        directories.remove(path)
+
+    # ------------------------------------------------------------ reading
+
+    def steps(self) -> list[int]:
+        """Steps of all backups, complete or not, in order."""
+        if not tf.io.gfile.exists(self.path):
+            return []
+        found = [_NAME.fullmatch(name.rstrip("/")) for name in tf.io.gfile.listdir(self.path)]
+        return sorted(int(m.group(1)) for m in found if m)
+
+    def newest(self) -> Backup | None:
+        """The newest backup with valid record and sizes; see `newest_intact`."""
+        return self.newest_intact(lambda backup: backup)
+
+    def newest_intact(self, read: Callable[[Backup], T]) -> T | None:
+        """The result of `read` for the newest backup that it can read; None without backups.
+
+        Damaged backups are logged and skipped.
+
+        Args:
+            read: raises Damaged to get the next older backup.
+
+        Raises:
+            UsageError: there are backups, all damaged, or one of another version of this format.
+        """
+        damaged = []
+        for step in reversed(self.steps()):
+            backup = None
+            try:
+                backup = self.read(step)
+                return read(backup)
+            except Damaged as e:
+                self._damaged.add(step)
+                logger.warning("%s; the previous backup is used", e)
+                if backup is not None:
+                    damaged.append(f"step {step} is damaged")
+                elif not isinstance(e, Incomplete):
+                    damaged.append(str(e))
+        if damaged:
+            raise UsageError(
+                f"no backup in {self.path!r} is intact ({'; '.join(damaged)}): restore one from "
+                "elsewhere, or delete them to start anew."
+            )
+        return None
+
+    def read(self, step: int) -> Backup:
+        """The backup of one step.
+
+        Raises:
+            Incomplete, Damaged: its writing was interrupted, or its content has changed.
+            UsageError: it has a format that this version does not read.
+        """
+        path = self.path_of(step)
+        target = os.path.join(path, _RECORD)
+        try:
+            if self._local:
+                _refuse_all_but_files(path)
+            names = [] if self._local else tf.io.gfile.listdir(path)  # before the record's
+            if not tf.io.gfile.exists(target):
+                if not self._local and (_UNFINISHED in names or not names):
+                    raise Incomplete(f"backup {path} is incomplete: its writing was interrupted")
+                raise ValueError(f"it has no {_RECORD}")
+            if tf.io.gfile.stat(target).length > _LARGEST_RECORD:
+                raise ValueError(f"{_RECORD} is too large to be one")
+            with tf.io.gfile.GFile(target, "r") as f:
+                sealed = json.loads(f.read())
+            text = sealed["body"]
+            if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:
+                raise ValueError(f"{_RECORD} does not match its checksum")
+            body = json.loads(text)
+            layout = body.get("tables") or {}
+            readable = [1, _format(layout)]
+            if body["format"] not in readable:
+                raise UsageError(
+                    f"backup {path} has format {body['format']}, this version reads up to "
+                    f"{readable[-1]}: resume with the version that wrote it, or use another "
+                    "backup_dir."
+                )
+            in_tensors = body["format"] != readable[-1]
+            for name, size in body["sizes"].items():
+                if not _FILES.fullmatch(name):
+                    raise ValueError(f"it lists a file {name!r}")
+                found = tf.io.gfile.stat(os.path.join(path, name)).length
+                if found != size:
+                    raise ValueError(f"{name} has {found} of {size} bytes")
+            index = directories.sha256(os.path.join(path, f"{PREFIX}.index"))
+            of_tables = None if in_tensors else _index_of_tables(path, layout)
+            if (index, of_tables) != (body["index_sha256"], body.get("tables_index_sha256")):
+                raise ValueError("its index does not match its checksum")
+            if body["step"] != step or not isinstance(body["record"], dict):
+                raise ValueError(f"its record is of step {body['step']!r}")
+        except UsageError:
+            raise
+        except (*_MALFORMED, OSError, tf.errors.OpError) as e:
+            raise Damaged(f"backup {path} is damaged: {first_line(e)}") from e
+        holder, changed = PREFIX if in_tensors else TABLES, bool(body.get("changed"))
+        return Backup(path, step, body["record"], layout, holder, changed)
+
+
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """Compares backups with the checksums in their records.
+
+    Args:
+        path: a directory of backups, or one backup in it (`step_...`).
+
+    Returns:
+        One sentence for each problem; none if every backup is intact.
+    """
+    directory = os.fspath(path).rstrip("/")
+    if not tf.io.gfile.isdir(directory):
+        return [f"{directory} is not a directory."]
+    parent, name = os.path.split(directory)
+    one = _NAME.fullmatch(name)
+    store = BackupStore(parent if one else directory)
+    steps = [int(one[1])] if one else store.steps()
+    if not steps:
+        return [f"{directory} holds no backup."]
+    problems = []
+    for step in steps:
+        try:
+            store.read(step).tensors()
+        except TfmwError as e:
+            problems.append(f"{e}.")
+    return problems
+
+
+def _write_record(
+    directory: str, step: int, layout: files.Layout, changed: bool, record: Mapping[str, Any]
+) -> None:
+    """Writes the last file of a backup, which makes it complete."""
+    names = sorted(name for name in tf.io.gfile.listdir(directory) if _FILES.fullmatch(name))
+    text = json.dumps(
+        {
+            "format": _format(layout),
+            "step": step,
+            "sizes": {n: tf.io.gfile.stat(os.path.join(directory, n)).length for n in names},
+            "index_sha256": directories.sha256(os.path.join(directory, f"{PREFIX}.index")),
+            "tables_index_sha256": _index_of_tables(directory, layout),
+            "tables": layout,
+            "changed": changed,
+            "record": dict(record),
+        }
+    )
+    fence.check()  # where a rename is not atomic, the record makes the backup complete
+    sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
+    with tf.io.gfile.GFile(os.path.join(directory, _RECORD), "w") as file:
+        file.write(sealed)
+
+
+def _empty(path: str) -> None:
+    """Makes a backup in an object store unfinished, then removes its files."""
+    tf.io.gfile.makedirs(path)
+    with tf.io.gfile.GFile(os.path.join(path, _UNFINISHED), "w") as file:
+        file.write(_UNFINISHED)
+    for name in tf.io.gfile.listdir(path):
+        if name != _UNFINISHED:
+            directories.remove(os.path.join(path, name))
+
+
+def _format(layout: files.Layout | None) -> int:
+    """The number of the format of a backup: another one with tables, as only these changed."""
+    return 2 if layout else 1
+
+
+def _index_of_tables(directory: str, layout: files.Layout) -> str | None:
+    """The checksum of the index of tables, where there are any."""
+    return directories.sha256(os.path.join(directory, f"{TABLES}.index")) if layout else None
+
+
+def _refuse_all_but_files(path: str) -> None:
+    """Raises ValueError unless `path` is a directory that contains only plain files."""
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        raise ValueError("it is not a directory")
+    for name in os.listdir(path):
+        if not stat.S_ISREG(os.lstat(os.path.join(path, name)).st_mode):
+            raise ValueError(f"{name!r} in it is not a plain file")

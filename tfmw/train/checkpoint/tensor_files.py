@@ -1,0 +1,289 @@
+"""The tensors of one backup on disk: TensorFlow checkpoints, which several processes may write.
+
+    shared = SharedWrite.begin(group, target)       # all tasks; the chief creates the directory
+    shared.pieces = [...]                           # of this task
+    shared.write_part()                             # each of the others
+    shared.write(prefix, tensors)                   # the chief, which waits for the others
+
+Workers with parts of the optimizer's slots save a checkpoint of slices each, under a name of its
+own, and report to the chief. The chief joins them: the data files are renamed, and one index lists
+the slices of all. Whoever reads the backup finds whole tensors, in a checkpoint like any other.
+
+Parameter servers write the rows of tables. The checkpoint `TABLES` has all of them. Of the next few
+backups it is the same one, by hard links, and their checkpoint `PREFIX` has the rows that have
+changed since. `TableBackups` decides which of both a backup writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw.cluster import shared_directories
+from tfmw.cluster.group import Group
+from tfmw.errors import first_line
+from tfmw.storage import directories
+from tfmw.storage.disk import flush
+from tfmw.tables.files import (
+    Layout,
+    TableFiles,
+    TensorSlice,
+    changed_name,
+    ids_of,
+    save_tensors,
+    write_checkpoint,
+)
+
+logger = logging.getLogger("tfmw")
+
+PREFIX = "tensors"
+TABLES = "tables"
+FULL_EVERY = 10  # backups; those in between have of tables only the rows that have changed
+_FEW = 0.5  # of all tables' bytes, from which on a backup of the changed ones would save nothing
+_LOOK_S = 1.0  # how often the chief looks whether a task that it waits for is there
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotParts:
+    """The slots that no task has whole."""
+
+    variables: list[Any]  # all of them, of Keras
+    own: list[tuple[Any, slice, tf.Tensor]]  # of this task: (variable, its elements, those [m])
+
+
+class SharedWrite:
+    """The writing of one backup by all tasks, into a directory that all of them have.
+
+    Args:
+        group: the tasks.
+        directory: where to write; the chief has created it.
+    """
+
+    def __init__(self, group: Group, directory: str):
+        self.directory = directory
+        self.pieces: Sequence[TensorSlice] = ()  # this task's
+        self._group = group
+        self._key = f"tfmw-backup/{os.path.basename(directory)}"
+        self._given_up = threading.Event()
+
+    @classmethod
+    def begin(cls, group: Group, target: Callable[[], str]) -> SharedWrite:
+        """Creates the directory of a backup under a temporary name. All tasks must call it.
+
+        Args:
+            group: the tasks.
+            target: the name that it will have; called on the chief.
+
+        Raises:
+            OSError: on all tasks, where the chief cannot create it.
+        """
+
+        def create() -> dict[str, str]:
+            temporary = directories.name_beside(target())
+            try:
+                os.makedirs(temporary)
+            except OSError as e:
+                return {"error": str(e)}
+            return {"directory": temporary}
+
+        created = group.from_chief(create)
+        if "error" in created:
+            raise OSError(created["error"])
+        return cls(group, created["directory"])
+
+    def _prefix_of(self, rank: int) -> str:
+        return os.path.join(self.directory, f"part-{rank:05d}")
+
+    def write_part(self) -> None:
+        """Writes this task's pieces and reports to the chief; an error of the disk, too."""
+        error = None
+        prefix = self._prefix_of(self._group.rank)
+        try:
+            if self.pieces:
+                save_tensors(prefix, {}, self.pieces)
+                for path in directories.files_of(prefix):
+                    flush(path)
+        except (OSError, tf.errors.OpError) as e:
+            error = first_line(e)
+        report = {"error": error, "wrote": bool(self.pieces)}
+        self._group.post(f"{self._key}/{self._group.rank}", report)
+
+    def write(self, prefix: str, tensors: Mapping[str, Any]) -> None:
+        """On the chief: writes its tensors and pieces, and makes one checkpoint of all parts.
+
+        Raises:
+            OSError or tf.errors.OpError: a part could not be written, or its task was lost.
+        """
+        try:
+            save_tensors(self._prefix_of(0), tensors, self.pieces)
+        finally:
+            ranks = [0, *self._wait_for_others()]
+        with tf.device("/CPU:0"):
+            tf.raw_ops.MergeV2Checkpoints(
+                checkpoint_prefixes=[self._prefix_of(rank) for rank in ranks],
+                destination_prefix=prefix,
+                delete_old_dirs=False,
+            )
+
+    def give_up(self) -> None:
+        """After an error of this task, which ends: it waits for no other. From any thread."""
+        self._given_up.set()
+
+    def abandon(self) -> None:
+        """On the chief: removes what all have written, for no backup."""
+        with contextlib.suppress(OSError):
+            self._wait_for_others()
+        with contextlib.suppress(OSError):
+            directories.remove(self.directory)
+
+    def _wait_for_others(self) -> list[int]:
+        """Waits until all others have written; the ranks of those that had something to write."""
+        reports: dict[int, dict[str, Any]] = {}
+        for rank in range(1, self._group.size):
+            key = f"{self._key}/{rank}"
+            while (report := self._group.posted(key, rank, _LOOK_S)) is None:
+                if self._given_up.is_set():
+                    raise OSError(f"worker {rank} has not written its part")
+            reports[rank] = report
+        if reports:
+            self._group.forget(self._key)
+        for rank, report in reports.items():
+            if report["error"] is not None:
+                raise OSError(f"worker {rank} could not write its part: {report['error']}")
+        return [rank for rank, report in reports.items() if report["wrote"]]
+
+
+def is_shared(group: Group, path: str) -> bool:
+    """Whether all tasks can write to a local directory, and see what others write.
+
+    All tasks must call it: each looks for the chief's file there, and the chief for those of all.
+    """
+    with shared_directories.markers({"": path}) as (names, _):
+        written = group.from_all(names[""])
+        looked_for = written if group.is_chief else written[:1]
+        seen = all(
+            name is not None and shared_directories.find_marker("", path, name, "", 0.0) is None
+            for name in looked_for
+        )
+        return all(group.from_all(seen))
+
+
+# ---------------------------------------------------------------- tables
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class SavedTensors(Mapping[str, np.ndarray]):
+    """The tensors of a backup by name; tables are read when they are asked for."""
+
+    tables_prefix: str  # of the checkpoint with the tables
+    arrays: dict[str, np.ndarray]  # the tensors that are no tables
+    layout: Layout  # the slices of the tables
+    changed_prefix: str | None  # of the checkpoint with rows that have changed since, if any
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.layout:
+            return self.arrays[name]
+        with directories.checkpoint_reader(self.tables_prefix) as reader:
+            array: np.ndarray = reader.get_tensor(name)
+        if self.changed_prefix is not None:
+            with directories.checkpoint_reader(self.changed_prefix) as reader:
+                for start, _ in self.layout[name]:
+                    rows = changed_name(name, start)
+                    array[reader.get_tensor(ids_of(rows))] = reader.get_tensor(rows)
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.arrays
+        yield from self.layout
+
+    def __len__(self) -> int:
+        return len(self.arrays) + len(self.layout)
+
+    def restore(self, table_files: TableFiles) -> None:
+        """Restores tables; their servers read them."""
+        table_files.read(self.tables_prefix, self.layout)
+        if self.changed_prefix is not None:
+            table_files.read(self.changed_prefix, self.layout, only_changed=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRows:
+    """The rows of tables in one backup, which the servers of the tables write."""
+
+    files: TableFiles
+    must_be_finite: Collection[str] = ()  # names of tables whose rows are checked
+    # The directory of a backup, since which few rows have changed: its files of tables are linked,
+    # and the changed rows are written. None to write all rows.
+    base: str | None = None
+
+    def write(self, directory: str, tensors: Mapping[str, np.ndarray]) -> None:
+        """Writes them, and other tensors, as checkpoints in a directory that exists.
+
+        Raises: as `BackupStore.write`.
+        """
+        prefix = os.path.join(directory, PREFIX)
+        write = functools.partial(self.files.write, must_be_finite=self.must_be_finite)
+        if self.base is None:
+            write_checkpoint(os.path.join(directory, TABLES), write)
+            save_tensors(prefix, tensors)
+            return
+        for path in directories.files_of(os.path.join(self.base, f"{TABLES}.")):
+            os.link(path, os.path.join(directory, os.path.basename(path)))
+        write_checkpoint(prefix, functools.partial(write, only_changed=True), tensors)
+
+
+class TableBackups:
+    """The tables of a run in its backups.
+
+    The first two backups have all rows: those that share files of tables are damaged together.
+
+    Args:
+        files: the tables.
+    """
+
+    def __init__(self, files: TableFiles):
+        self.files = files
+        self._last: str | None = None  # the directory of the last backup
+        self._full = 0  # backups with all rows so far
+        self._since_full = 0  # backups of changed rows only
+
+    def write(
+        self, write: Callable[[TableRows], str], must_be_finite: Collection[str] = ()
+    ) -> None:
+        """Writes one backup, with all rows or with those that have changed.
+
+        Args:
+            write: returns the directory of the new backup.
+            must_be_finite: names of tables whose rows are checked.
+
+        Raises:
+            OSError or tf.errors.OpError, NotFinite: of `write`; the next backup has these
+                changes, too.
+        """
+        rows = TableRows(self.files, must_be_finite, self._base())
+        if rows.base is not None:
+            try:
+                self._last = write(rows)
+                self._since_full += 1
+                return
+            except OSError as e:  # a file system without hard links, for example
+                logger.info("no backup of changed rows (%s): all rows are written", e)
+        self._last = write(dataclasses.replace(rows, base=None))
+        self._full, self._since_full = self._full + 1, 0
+        self.files.clear_marks()
+
+    def _base(self) -> str | None:
+        if self._full < 2 or self._since_full >= FULL_EVERY - 1:
+            return None
+        if self._last is None or not os.path.isdir(self._last):
+            return None
+        return self._last if self.files.share_changed() < _FEW else None

@@ -1,0 +1,337 @@
+"""Iterates over this worker's shard of a dataset, epoch after epoch, and keeps the position.
+
+    data = EpochIterator(source, group, sharding, steps=None, argument="steps_per_epoch")
+    data.begin_epoch()
+    while (call := data.next_call(max_steps=10)) is not None:
+        steps = driver.run_steps("train", call)
+        data.advance(steps, call.max_steps)
+    data.end_epoch()
+
+`position` is a value. An iterator that is created with it, on any number of workers, continues with
+the next batches in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from typing import Any
+
+from tfmw import data
+from tfmw.cluster.group import Group
+from tfmw.compat import datasets
+from tfmw.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The steps of one Python call of the driver."""
+
+    first: int  # number of the first step in its epoch, from 0
+    max_steps: int  # fewer only if the data ends
+    shard_sizes: data.ShardSizes  # of all its steps
+    iterator: Any  # over the shard's dataset
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """A position in the data, which a backup contains as JSON.
+
+    Backups of earlier versions may lack fields that have defaults.
+    """
+
+    seed: int  # of the shuffles without a seed
+    passes: int  # number of passes begun
+    in_pass: int | None  # steps done in the current pass; None between two passes
+    done: int  # steps done in the current epoch
+    begun: bool  # whether an epoch has started and not ended
+    steps: int | None  # of an epoch; None while unknown
+    # For each reshuffling shuffle, its passes before the current one; None: each pass of a call.
+    orders: list[int] | None = None
+    orders_now: list[int] | None = None  # at this position: other calls and validations count, too
+    orders_left: list[int] | None = None  # after a call that ends at this position
+    batches_per_step: int = 1  # the number of replicas, if batches are not split
+    drawn_from: Any = None  # the state of the source in a pass; see `EpochHooks.state_at`
+    cycle_lengths: dict[str, int] | None = None  # see `data.Order`
+
+
+class EpochIterator:
+    """Reads a source epoch after epoch.
+
+    Args:
+        source: the user's data.
+        group: the tasks that read it.
+        sharding: the division of global batches.
+        steps: number of steps of one epoch; None for one pass over the data.
+        argument: the name of the user's argument for `steps`.
+        position: a `Position` of an interrupted run, as JSON; see `restore_position`.
+        index_dir: keeps the indices of files of records, with which a run resumes at once.
+
+    Raises:
+        UsageError: an empty dataset, an infinite one without `steps`, or data that differs between
+            tasks.
+    """
+
+    def __init__(
+        self,
+        source: data.Source,
+        group: Group,
+        sharding: data.Sharding,
+        steps: int | None,
+        argument: str,
+        position: dict[str, Any] | None = None,
+        index_dir: str | None = None,
+    ):
+        self._source = source
+        self._group = group
+        self._sharding = sharding
+        self._requested_steps = steps
+        was = self._restored = None if position is None else Position(**position)
+        seed = group.settled(f"seed, {argument}", _draw_seed) if was is None else was.seed
+        # Of the chief's machine: a resumed run has the order of the first one.
+        cycle_lengths = (was and was.cycle_lengths) or {}
+        self._order = data.Order(seed, group, index_dir, cycle_lengths)
+        self._indexing: list[Any] | None = None  # processes
+        self.resumes_inside_epoch = was is not None and was.begun
+        self._passes = 0
+        self.iterator: Any = None  # of the current pass; None between two passes
+        self._steps_in_pass = 0
+        self._pass_end: Any = None  # steps of the current pass; as `Shard.steps`
+        self._orders: list[int] = []  # before the current pass, which has these shuffles:
+        self._reshuffles: Any = ()
+        self._ended = False
+        self.steps_done = 0  # in this epoch
+        self._batches_per_step = source.batches_per_step(sharding)
+        self._steps_of_resumed: int | None = None  # if other replicas began the epoch
+        if group.size > 1:
+            source.refuse_different(group.from_all)
+        self.shard = source.shard(sharding, self._order)
+        known = self.shard.steps != data.INFINITE
+        if steps is None and not known:
+            raise UsageError(
+                f"the dataset is infinite and {argument} was not given: pass {argument}=..., or "
+                "end the dataset with take()."
+            )
+        self._pass_steps: int | None = self.shard.steps if known else None
+        self.steps_per_epoch = self._pass_steps if steps is None else steps  # None while unknown
+
+    # ------------------------------------------------------------ steps
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the epoch is known to have no further step."""
+        return self._ended or (self._total is not None and self.steps_done >= self._total)
+
+    @property
+    def _total(self) -> int | None:
+        """The number of steps of this epoch, if known."""
+        return self._steps_of_resumed or self.steps_per_epoch
+
+    def reset(self) -> None:
+        """Begins a call of `fit` or an evaluation."""
+        self.shard.hooks.reset()
+
+    def begin_epoch(self) -> None:
+        """Starts an epoch; the first one after `restore_position` continues the interrupted one."""
+        was, self._restored = self._restored, None
+        continued = was is not None and was.begun
+        self.steps_done = was.done if was is not None else 0
+        new_pass = self.iterator is None or (self._requested_steps is None and not self.steps_done)
+        if new_pass:
+            self._begin_pass()
+        self.shard.hooks.begin(new_pass, continued)
+        self._ended = False
+
+    def next_call(self, max_steps: int) -> Call | None:
+        """The next steps, at most `max_steps`; None at the end of the epoch."""
+        if self._ended:
+            return None
+        if self._total is not None:
+            max_steps = min(max_steps, self._total - self.steps_done)
+        sizes = self.shard.full
+        if max_steps > 0 and self.shard.steps not in (None, data.INFINITE):
+            left = self._pass_end - self._steps_in_pass
+            if left <= 0:
+                self._run_out()
+            elif left == 1:
+                sizes = self.shard.last
+            elif self.shard.last != self.shard.full:
+                left -= 1  # the last step has its own call
+            max_steps = min(max_steps, left)
+        if max_steps <= 0:
+            self._ended = True
+            return None
+        return Call(self.steps_done, max_steps, sizes, self.iterator)
+
+    def advance(self, steps: int, max_steps: int) -> None:
+        """Counts the steps of a call; fewer than `max_steps` mean that the data has ended.
+
+        Raises:
+            UsageError: the dataset is empty.
+        """
+        self.steps_done += steps
+        self._steps_in_pass += steps
+        if steps == max_steps:
+            return
+        self._ended = True
+        if self._requested_steps is not None:
+            self._run_out()
+        elif self.steps_done == 0 and self.shard.steps is None:
+            raise data.empty_dataset()
+
+    def end_epoch(self) -> None:
+        """Ends the epoch; call it after `next_call` has returned None."""
+        self.shard.hooks.end()
+        self._steps_of_resumed = None
+        shard = self.shard
+        if self._requested_steps is None:
+            if shard.reshuffles.ahead and self.iterator is not None:
+                next(self.iterator, None)  # a `repeat` begins again to see that it has ended
+            self._end_pass()
+            if self.steps_per_epoch is None:
+                self.steps_per_epoch = self._pass_steps = self.steps_done
+            if shard.steps is not None and datasets.is_dataset(self._source.x):
+                # Keras starts a pass here and another one in the next epoch.
+                self._passes += 1
+                if shard.reshuffles and not shard.reshuffles.pass_over():
+                    self._iterate(shard, shard.reshuffles.passes)
+        elif self._pass_end == self._steps_in_pass:
+            self._end_pass()
+            if datasets.is_dataset(self._source.x):
+                self._begin_pass()  # as Keras does, though no epoch may follow
+
+    def leave(self) -> None:
+        """Ends the current pass; the user's dataset goes on as after Keras's calls.
+
+        A generator stays where it is: elements that were read ahead of it would be lost.
+        """
+        for process in self._indexing or ():
+            process.kill()
+            process.wait()
+        if self.iterator is not None and not self._source.is_generator:
+            if self._reshuffles:
+                self._reshuffles.passes = self._orders_left()
+            self.iterator = None
+
+    def _orders_left(self) -> list[int]:
+        return self._reshuffles.left_after(self._steps_in_pass) if self._reshuffles else []
+
+    def _begin_pass(self, skip: int = 0, batches: int = 0) -> None:
+        """Begins a pass after `skip` steps, of so many batches."""
+        shard = self.shard
+        source, order = self._source, self._order
+        read_once = skip and source.is_read_once and batches % self._batches_per_step == 0
+        if source.reshuffled_by_keras:
+            order = dataclasses.replace(order, seed=order.seed + self._passes)
+        if read_once:
+            steps = batches // self._batches_per_step
+            rest = shard.rest(batches) if shard.rest else shard.dataset.skip(steps)
+            shard = dataclasses.replace(shard, dataset=rest)
+        elif skip or (self._passes and order is not self._order):
+            # Skipped below the maps, so that skipped elements are not decoded.
+            shard = source.shard(self._sharding, order, batches)
+            if not skip:
+                self.shard = shard
+        self._pass_end = self.shard.steps
+        if batches != skip * self._batches_per_step and self._pass_steps is not None:
+            # Other replicas began this pass.
+            rest = self._pass_steps - batches // self._batches_per_step
+            self._pass_end = skip + (rest if read_once else shard.steps or 0)
+        self._passes += 1
+        self._steps_in_pass = skip
+        self._reshuffles = shard.reshuffles
+        # Pipelines of a function may differ between workers: all enter the exchange. The shard that
+        # counts is that of all passes: a function has just made another one, to skip in it.
+        counted = self.shard.reshuffles
+        now = counted.passes if counted else []
+        if counted or self._source.is_function():
+            orders = self._group.from_chief(lambda: now)
+            if counted:
+                self._orders = orders
+        self.iterator = self._iterate(shard, self._orders, now if shard is self.shard else None)
+
+    def _iterate(self, shard: data.Shard, orders: list[int], now: list[int] | None = None) -> Any:
+        """From a place in the sequences of orders; `now`: that of the user's dataset, if known."""
+        if not shard.reshuffles:
+            return iter(shard.dataset)
+        shard.reshuffles.begin(orders, now)
+        iterator = iter(shard.dataset)
+        shard.reshuffles.note_iterator()
+        return iterator
+
+    def _end_pass(self) -> None:
+        """Notes shuffles below others, which began with the first element."""
+        if self.iterator is not None and self._reshuffles:
+            self._reshuffles.note(ended=True)
+        self.iterator = None
+
+    def _run_out(self) -> None:
+        self.iterator = None
+        if self._group.is_chief:
+            warnings.warn(
+                "Your input ran out of data; interrupting training. Make sure that your dataset "
+                "or generator can generate at least `steps_per_epoch * epochs` batches. You may "
+                "need to use the `.repeat()` function when building your dataset.",
+                stacklevel=2,
+            )
+
+    # ------------------------------------------------------------ position
+
+    def position(self, in_epoch: bool) -> Position:
+        """The position in the data; `in_epoch`: whether an epoch has started and not ended."""
+        in_pass = self._steps_in_pass if self.iterator is not None else None
+        now = self.shard.reshuffles.passes if self.shard.reshuffles else []
+        return Position(
+            self._order.seed,
+            self._passes,
+            in_pass,
+            self.steps_done if in_epoch else 0,
+            in_epoch,
+            self.steps_per_epoch,
+            now if in_pass is None else self._orders,
+            now,
+            now if in_pass is None else self._orders_left(),
+            self._batches_per_step,
+            None
+            if in_pass is None
+            else self.shard.hooks.state_at(in_pass * self._batches_per_step),
+            self._order.cycle_lengths,
+        )
+
+    def index_files(self) -> None:
+        """Makes the indices that a resumed run will read, while this one trains."""
+        index_dir, x = self._order.index_dir, self._source.x
+        if index_dir is not None and self._indexing is None and datasets.is_dataset(x):
+            self._indexing = data.index_in_background(x, index_dir)
+
+    def restore_position(self) -> None:
+        """Restores the position, on any number of workers: same batches, same order."""
+        was = self._restored
+        assert was is not None
+        if self.steps_per_epoch is None and was.steps is not None:
+            self.steps_per_epoch = self._pass_steps = was.steps
+        self._passes = was.passes - (was.in_pass is not None)
+        for _ in range(self._passes):
+            self.shard.hooks.skip()
+        orders = self.shard.reshuffles
+        if orders:
+            orders.passes = [self._passes] * len(orders) if was.orders is None else was.orders
+        if was.in_pass is not None:
+            self.shard.hooks.restore(was.drawn_from, was.seed, was.passes)
+            self._begin_pass(was.in_pass, was.in_pass * was.batches_per_step)
+            if self._requested_steps is None and was.batches_per_step != self._batches_per_step:
+                self._steps_of_resumed = self._pass_end
+        self.restore_orders("orders_now")
+
+    def restore_orders(self, name: str) -> None:
+        """Sets how many orders the shuffles of the user's dataset have had, by a `Position`'s."""
+        orders = getattr(self._restored, name, None)
+        if orders is not None and self.shard.reshuffles:
+            self.shard.reshuffles.passes = orders
+
+
+def _draw_seed() -> int:
+    """The global seed, so that seeded runs are equal; a random seed without a global one."""
+    seed = datasets.global_seed()
+    return (int.from_bytes(os.urandom(4)) if seed is None else seed) & 0x7FFFFFFF

@@ -1,0 +1,154 @@
+"""Rounds whose members come and go: exchanges through their server, and the state for who joins.
+
+A member joins before the first step, exchanges as in `Rounds`, and takes part until all are done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw.compat import models, placement
+from tfmw.train.local_sgd.quantized_sum import QuantizedSum
+from tfmw.train.local_sgd.round_client import RoundClient
+from tfmw.train.local_sgd.rounds import Rounds
+from tfmw.train.local_sgd.sync_settings import SyncSettings
+
+
+class ElasticRounds(Rounds):
+    """The exchanges of one member. Moving averages of layers are averaged, too.
+
+    Args:
+        model, strategy, settings: as of `Rounds`; one replica.
+        client: has entered.
+        averages: returns the variables that layers update in a step (batch norm).
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        settings: SyncSettings,
+        client: RoundClient,
+        averages: Callable[[], list[Any]],
+    ):
+        super().__init__(model, strategy, settings)
+        self._client = client
+        self._averages = averages
+        self._last = time.monotonic()
+        self._steps = 0  # since the last round
+        self._step = 0  # of the epoch
+        self.joined = False  # whether this member takes part
+        self.ended = 0  # how many rounds it has taken part in
+        self._outcome: list[np.ndarray] | None = None  # of a training that is over
+        self._packs: QuantizedSum | None = None
+        if settings.compression is not None:
+            self._packs = QuantizedSum(self._outer.elements(0), settings.compression)
+
+    # ------------------------------------------------------------ join, and leave
+
+    def join(self, known: int) -> None:
+        """Waits until this member takes part; then it has the common weights.
+
+        Args:
+            known: the number of the last round that its own state contains.
+        """
+        shapes = [list(w.shape) for w in self._weights]
+        signature = f"weights of the shapes {shapes}, {self._settings}"
+        found = self._client.join(signature, known)
+        if found.arrays:
+            self._take_state(found.arrays)
+        if found.wants_state:
+            self._send_state()
+        self._outcome = found.arrays if found.finished else None
+        self.joined = True
+        self._last = time.monotonic()
+
+    def finish(self) -> None:
+        """Takes part in rounds, without examples, until all members are done."""
+        while self._outcome is None:
+            if self._exchange_all(done=True):
+                return
+        self._take_state(self._outcome)
+
+    def _take_state(self, state: Sequence[np.ndarray]) -> None:
+        for variable, value in zip(self._state_variables(), state, strict=True):
+            variable.assign(tf.constant(value))
+        self._traced(self._take, 0, 0.0)()
+
+    def _state_variables(self) -> list[Any]:
+        """Whatever a member has in common with those that join: in a fixed order."""
+        weights = {id(w) for w in self._weights}
+        others = [v for v in placement.updated_variables(self._model) if id(v) not in weights]
+        copies = [placement.local_copies(self._strategy, v)[0] for v in others]
+        return [*map(models.native, [*self._outer.common, *self._outer.state]), *copies]
+
+    def _send_state(self) -> None:
+        self._client.send_state([np.asarray(v.read_value()) for v in self._state_variables()])
+
+    # ------------------------------------------------------------ rounds
+
+    def begin(self) -> None:
+        self._step = 0
+        if not self.joined:
+            super().begin()
+
+    def begin_at(self, step: int) -> None:
+        """Begins within an epoch, after this number of its steps."""
+        self._step = step
+
+    def after_step(self, step: int) -> None:
+        self._steps += step - self._step
+        self._step = step
+        seconds = self._settings.seconds
+        if seconds is None:
+            super().after_step(step)
+        elif time.monotonic() - self._last >= seconds:
+            self._exchange_all()
+
+    def _begin(self, fragment: int) -> bool:
+        if self._steps:  # else the others would wait for nothing, at the end of an epoch
+            self._exchange_all()
+        return False  # it is over
+
+    def _exchange_all(self, done: bool = False) -> bool:
+        """One round; returns whether all members are done."""
+        if self._outcome is not None:  # this member was lost at the very end
+            return True
+        gradient, own = self._traced(self._gradient, 0)()
+        flat = self._replicas.first_result(gradient).numpy()
+        elements, packed = flat.size, None
+        examples = float(self._replicas.first_result(own))
+        if self._packs is not None:
+            packed = self._settings.compression
+            # Without examples it has no weight, and keeps what was rounded away before.
+            nothing = np.zeros_like(self._packs.left)
+            flat = self._packs.rounded(flat) if examples else self._packs.packed(nothing)
+        averages = [placement.local_copies(self._strategy, v)[0] for v in self._averages()]
+        mean = self._client.round(
+            examples,
+            [flat, *(np.asarray(copy.read_value()) for copy in averages)],
+            self._steps,
+            packed,
+            elements,
+            done,
+        )
+        self._steps = 0
+        if mean.arrays:
+            first = mean.arrays[0]
+            if self._packs is not None:
+                first = self._packs.values(first, elements)
+            self._exchange = 0, lambda: tf.constant(first)
+            self._apply(0.0)
+            for variable, value in zip(averages, mean.arrays[1:], strict=True):
+                variable.assign(tf.cast(value, variable.dtype))
+        if mean.wants_state:
+            self._send_state()
+        self.ended += 1
+        self._last = time.monotonic()
+        return mean.finished

@@ -1,0 +1,340 @@
+"""The training loop's drivers for local SGD: the mirrored one, whose replicas train on their own.
+
+    LocalTraining(context, arguments, backups)
+    with entered(client, context, arguments) as (context, backups):     # of elastic rounds
+        ElasticTraining(context, arguments, backups)
+
+A member of elastic rounds is one process, with its share of each batch. It is lost and comes back
+without the others: the server of the rounds keeps its position in the data, as of its last round,
+and another member sends it the weights. So a record is a backup without tensors, which the training
+loop saves after each round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw import data
+from tfmw.cluster.group import Group
+from tfmw.compat import placement
+from tfmw.data.random_state import random_state, restore_random_state
+from tfmw.errors import UsageError
+from tfmw.train.arguments import FitArguments
+from tfmw.train.callbacks import BackupAndRestore
+from tfmw.train.checkpoint import state
+from tfmw.train.checkpoint.resume import Backups, PythonState
+from tfmw.train.fit_context import FitContext
+from tfmw.train.local_sgd.elastic_rounds import ElasticRounds
+from tfmw.train.local_sgd.round_client import RoundClient
+from tfmw.train.local_sgd.rounds import Rounds
+from tfmw.train.local_sgd.sync_settings import SyncSettings
+from tfmw.train.mirrored.sync_driver import SyncDriver
+from tfmw.train.mirrored.sync_training import MirroredTraining
+
+_ROUND = "round"  # in records and backups: the number of the last round that they contain
+
+
+class LocalTraining(MirroredTraining):
+    """Training steps of replicas that exchange their weights every few steps.
+
+    An epoch ends with a round: validation, callbacks and exports see the common weights.
+
+    Args:
+        context, arguments: of the call.
+        backups: of the run; may contain the one from which it resumes.
+    """
+
+    _rounds: Rounds  # of this call, within the context
+
+    def __init__(self, context: FitContext, arguments: FitArguments, backups: Backups):
+        settings = SyncSettings.of(arguments)
+        assert settings is not None
+        self._settings = settings
+        self._backups = backups
+        saved = None if backups.record is None else backups.record["feed"].get("rounds")
+        if saved is not None and SyncSettings(**saved) != settings:
+            raise UsageError(
+                f"the backup was written with {saved}, this call has "
+                f"{dataclasses.asdict(settings)}: resume with the same sync_ arguments and outer "
+                "optimizer, or use another backup_dir."
+            )
+        super().__init__(context, arguments, backups.record)
+
+    def _count(self, local: int, examples: tf.Tensor) -> None:
+        self._rounds.count(local, examples)  # which are made in the driver's context
+
+    @contextlib.contextmanager
+    def _new_driver(self) -> Iterator[SyncDriver]:
+        driver = SyncDriver(
+            self.model,
+            self.strategy,
+            on_own_step=self._count,
+            together=self._settings.between == "machines",
+            parts=self._context.sharding if self._settings.elastic else None,
+        )
+        with driver, self._new_rounds(driver) as self._rounds:
+            yield driver
+
+    def _new_rounds(self, driver: SyncDriver) -> Rounds:
+        del driver
+        return Rounds(self.model, self.strategy, self._settings)
+
+    # ------------------------------------------------------------ what the loop asks
+
+    def restore_position(self) -> None:
+        super().restore_position()
+        with self.driver.replicas.lost_peer_named():
+            self._rounds.restore(self._backups.tensors)
+
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        if not self.steps_done:
+            self._rounds.begin()
+
+    def update_model(self) -> None:
+        with self.driver.replicas.lost_peer_named():
+            self._rounds.meet()
+        super().update_model()
+
+    def replica_state(self, slots: bool) -> tuple[Any, ...]:
+        kept = super().replica_state(slots)
+        with self.driver.replicas.lost_peer_named():
+            return *kept, self._rounds.state()
+
+    def position(self, in_epoch: bool) -> dict[str, Any]:
+        return {**super().position(in_epoch), "rounds": dataclasses.asdict(self._settings)}
+
+    # ------------------------------------------------------------ steps
+
+    def _most_steps(self) -> int:
+        return self._settings.steps_to_next(self.steps_done)
+
+    def _after_steps(self) -> None:
+        with self.driver.replicas.lost_peer_named():
+            self._rounds.after_step(self.steps_done)
+
+
+class Member(Group):
+    """The group of a member: alone in each call. Its rank decides what it writes and reads.
+
+    Args:
+        client: has entered.
+    """
+
+    def __init__(self, client: RoundClient):
+        super().__init__(client.member, 1)
+        self._client = client
+
+    def settled(self, name: str, decide: Callable[[], Any]) -> Any:
+        return self._client.fact(name, decide())
+
+
+@contextlib.contextmanager
+def entered(
+    client: RoundClient, context: FitContext, arguments: FitArguments
+) -> Iterator[tuple[FitContext, Backups]]:
+    """The context and the backups of a member, which has connected to the server of the rounds."""
+    _refuse(context, arguments)
+    record, arrays, steps = client.enter()
+    try:
+        member = Member(client)
+        sharding = data.Sharding(client.members, client.member)
+        context = dataclasses.replace(context, group=member, sharding=sharding)
+        # Data that Python code orders: the same on all members, from the first one's state.
+        restore_random_state(member.settled("random state", random_state))
+        asked = copy.copy(arguments.backup)
+        if asked is not None:
+            asked.backup_dir = os.path.join(asked.backup_dir, f"member_{client.member}")
+        with MemberBackups(client, asked, record, arrays, steps) as backups:
+            yield context, backups
+    finally:
+        client.leave()
+
+
+def _refuse(context: FitContext, arguments: FitArguments) -> None:
+    if arguments.sync_every is None:
+        raise UsageError(
+            "this process trains in elastic rounds (tfmw run --elastic), and fit was called "
+            "without sync_every=: add sync_every=50."
+        )
+    if placement.local_replicas(context.strategy) != 1 or context.group.size != 1:
+        raise UsageError(
+            "a member of elastic rounds has one device: start as many members as there are devices."
+        )
+
+
+class MemberBackups(Backups):
+    """Backups on disk, and a record on the server after each round.
+
+    Args:
+        client: has entered.
+        asked: the directory of this member; None saves nothing on disk.
+        record, arrays: of the server.
+        steps: in rounds that have ended since the record.
+    """
+
+    def __init__(
+        self,
+        client: RoundClient,
+        asked: BackupAndRestore | None,
+        record: dict[str, Any] | None,
+        arrays: list[np.ndarray],
+        steps: int,
+    ):
+        super().__init__(Group(0, 1), asked)
+        self.on = True
+        self.client = client
+        self.rounds: Callable[[], int] = lambda: 0
+        self._of_server = record, arrays, steps
+        self._recorded = 0
+        self._disk_is_due = False
+
+    def __enter__(self) -> MemberBackups:
+        super().__enter__()
+        record, arrays, steps = self._of_server
+        newer = self.record is None or record is None or record["step"] >= self.record["step"]
+        self.from_server = record is not None and newer
+        self.unrecorded = steps if self.from_server or self.record is None else 0
+        if record is not None and newer:
+            self.record = {**record, "step": record["step"] + steps}
+            self.tensors = dict(zip(record["arrays"], arrays, strict=True))
+        return self
+
+    @property
+    def known_round(self) -> int:
+        """The number of the last round that the restored weights contain."""
+        record, _ = self.on_disk
+        return 0 if record is None else record.get(_ROUND, 0)
+
+    def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
+        super().restore_callbacks(callbacks, finished and not self.from_server)
+
+    # ------------------------------------------------------------ when
+
+    def due_after_step(self, step: int, signals: list[float]) -> bool:
+        self._disk_is_due = super().due_after_step(step, signals)
+        return self._disk_is_due or self.rounds() != self._recorded
+
+    def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
+        self._disk_is_due, leave = super().due_after_epoch(epoch, step, last)
+        return not last, leave
+
+    # ------------------------------------------------------------ save
+
+    @property
+    def saves_tensors(self) -> bool:
+        """Whether the next `save` writes to the disk."""
+        return self.has_directory and self._disk_is_due
+
+    def save(
+        self,
+        driver: Any,
+        kept: tuple[Any, ...],
+        callbacks: list[Any],
+        record: dict[str, Any],
+        python_state: PythonState | None = None,
+        parts: Any = None,
+    ) -> None:
+        python_state = python_state or self.python_state(callbacks)
+        if self.has_directory and (self._disk_is_due or record["done"]):
+            record = {**record, _ROUND: self.client.number}
+            super().save(driver, kept, callbacks, record, python_state, parts)
+        self._disk_is_due = False
+        entries, arrays = python_state
+        tensors = state.with_replicas(arrays, *kept[:2])
+        full = {**record, **entries, "arrays": list(tensors)}
+        self.client.keep(full, [np.asarray(tensors[name]) for name in tensors])
+        self._recorded = self.rounds()
+
+
+class ElasticTraining(LocalTraining):
+    """Training steps of one member, which exchanges its weights through the server of the rounds.
+
+    Args:
+        context, arguments: of the call; see `entered`.
+        backups: of the member.
+    """
+
+    _backups: MemberBackups
+    _rounds: ElasticRounds
+
+    @contextlib.contextmanager
+    def _new_driver(self) -> Iterator[SyncDriver]:
+        member = self._backups.client.member
+        with super()._new_driver() as driver:
+            self._backups.rounds = lambda: self._rounds.ended
+            placement.vary_seeds(self.model, member)  # each member draws its own
+            try:
+                yield driver
+            finally:
+                placement.vary_seeds(self.model, member)
+
+    def _new_rounds(self, driver: SyncDriver) -> Rounds:
+        client, averages = self._backups.client, driver.state.all_variables
+        return ElasticRounds(self.model, self.strategy, self._settings, client, averages)
+
+    def _validation_sharding(self) -> data.Sharding:
+        return data.Sharding()  # each member evaluates the common weights by itself
+
+    # ------------------------------------------------------------ what the loop asks
+
+    def restore_position(self) -> None:
+        if self._backups.from_server:
+            super(LocalTraining, self).restore_position()  # weights come from another member
+        else:
+            super().restore_position()
+
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        for _ in range(self._backups.unrecorded):
+            call = self._data.next_call(1)
+            if call is not None:
+                next(call.iterator)
+                self._data.advance(1, 1)
+        self._backups.unrecorded = 0
+        self._rounds.begin_at(self.steps_done)
+        if not self._rounds.joined:
+            self._trace()  # others wait for the steps of those that take part
+        self._join()
+
+    def _join(self) -> None:
+        if not self._rounds.joined:
+            self._rounds.join(self._backups.known_round)
+
+    def skip_run(self) -> None:
+        super().skip_run()
+        self._join()
+
+    def _trace(self) -> None:
+        call = self._data.next_call(1)
+        if call is not None:
+            none = dataclasses.replace(call, max_steps=0)
+            self.driver.run_steps("train", none, self._data.shard.size_known)
+
+    def train(
+        self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
+    ) -> None:
+        before = self._rounds.ended
+
+        def until_round() -> bool:  # the loop then saves a record
+            return on_end() and self._rounds.ended == before
+
+        super().train(max_steps, on_begin, until_round)
+
+    def replica_state(self, slots: bool) -> tuple[Any, ...]:
+        if self._backups.saves_tensors:
+            return super().replica_state(slots)
+        return self.driver.state.rows()
+
+    def finish(self) -> None:
+        self._join()
+        self._rounds.finish()
+        super().finish()

@@ -1,0 +1,192 @@
+"""A member's side of the rounds of `round_server`.
+
+client = RoundClient.of_environment(os.environ)        # None: the process is no member
+record, arrays, steps = client.enter()                 # its position when it was lost, or None
+seed = client.fact("seed", 17)                         # the first member's value
+state = client.join(signature, known=0)                # None: nobody has a state yet
+mean = client.round(examples=64.0, arrays=[gradient])
+client.keep(record, arrays)                            # what `enter` returns after a restart
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfmw.cluster import wire
+from tfmw.cluster.cluster import MEMBER, MEMBERS, ROUNDS
+from tfmw.cluster.wire import Message
+from tfmw.errors import TfmwError, UsageError
+from tfmw.observe.progress import blocking_call
+
+_calls = itertools.count()  # of fit, in this process; the same in a restarted one
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundAnswer:
+    """The server's answer to a member that joins, or that takes part in a round."""
+
+    # On joining, the state of another member, none if this one's is that of all. Of a round, the
+    # means, none without examples.
+    arrays: list[np.ndarray]
+    wants_state: bool  # this member must send its state, for others that join
+    finished: bool  # all members are done; on joining, `arrays` is the result then
+    members: int = 0  # that took part in the round
+    examples: float = 0.0  # of all members, since the last round
+
+
+class RoundClient:
+    """One member's connection; of one thread.
+
+    Args:
+        address: HOST:PORT of the server.
+        member: number of this member, from 0.
+        members: number of all.
+        key: which all know.
+        call: number of the call of fit in this process.
+
+    Attributes:
+        number: of the next round.
+    """
+
+    _connection: wire.Connection  # once it has entered
+
+    def __init__(self, address: str, member: int, members: int, key: bytes, call: int = 0):
+        self.member = member
+        self.members = members
+        self.number = 0
+        self._address = address
+        self._key = key
+        self._call = call
+
+    @classmethod
+    def of_environment(cls, environ: Mapping[str, str]) -> RoundClient | None:
+        """The member that the environment describes, or None.
+
+        Raises:
+            UsageError: an incomplete description.
+        """
+        address = environ.get(ROUNDS, "")
+        if not address:
+            return None
+        numbers = [environ.get(name, "") for name in (MEMBER, MEMBERS)]
+        key = environ.get("TFMW_TOKEN", "")
+        if not all(map(str.isdecimal, numbers)) or not key or ":" not in address:
+            raise UsageError(
+                f"received {ROUNDS}={address!r}, {MEMBER}={numbers[0]!r}, {MEMBERS}={numbers[1]!r} "
+                f"and {'a' if key else 'no'} TFMW_TOKEN: expected HOST:PORT, two whole numbers, "
+                "and the secret of the server; or start with tfmw run --elastic, which sets them."
+            )
+        return cls(address, int(numbers[0]), int(numbers[1]), key.encode(), next(_calls))
+
+    # ------------------------------------------------------------ begin and end
+
+    def enter(self) -> tuple[dict[str, Any] | None, list[np.ndarray], int]:
+        """Connects; returns the last record of this member, its arrays, and its steps since then.
+
+        These steps are in rounds that have ended.
+        """
+        try:
+            self._connection = wire.connect(self._address, self._key)
+        except (OSError, ValueError) as e:
+            raise TfmwError(
+                f"no server of rounds at {self._address} ({e}): start it with python -m "
+                "tfmw.train.local_sgd.round_server, with the same TFMW_TOKEN."
+            ) from e
+        hello = {"member": self.member, "members": self.members, "call": self._call}
+        try:
+            answer, arrays = self._asked(hello)
+        except TfmwError:
+            self.leave()
+            raise
+        self.number = answer["round"]
+        return answer["record"], arrays, answer["unrecorded"]
+
+    def leave(self) -> None:
+        """Closes the connection."""
+        self._connection.close()
+
+    # ------------------------------------------------------------ messages
+
+    def fact(self, name: str, value: Any) -> Any:
+        """The value, JSON, that the first member had for this name."""
+        return self._asked({"do": "fact", "name": name, "value": value})[0]["value"]
+
+    def join(self, signature: str, known: int) -> RoundAnswer:
+        """Waits until this member takes part.
+
+        Args:
+            signature: must be the same on all members.
+            known: the number of the last round that this member's own state contains.
+
+        Raises:
+            UsageError: the signature is not that of other members.
+        """
+        asked = {"do": "join", "signature": signature, "round": known}
+        with blocking_call("joining the rounds"):
+            return self._answered(asked)
+
+    def round(
+        self,
+        examples: float,
+        arrays: Sequence[np.ndarray],
+        steps: int = 0,
+        packed: str | None = None,
+        elements: int = 0,
+        done: bool = False,
+    ) -> RoundAnswer:
+        """Sends this member's arrays; waits for the mean over all that are present.
+
+        Args:
+            examples: of this member since the last round: its weight.
+            arrays: the same number of arrays on each member.
+            steps: of this member since the last round.
+            packed: the format of the first one; see `QuantizedSum`.
+            elements: of the first one.
+            done: whether this member has no more examples.
+        """
+        of_first = {"packed": packed, "elements": elements}
+        message = {"do": "round", "examples": examples, "steps": steps, "done": done, **of_first}
+        with blocking_call("exchange of weights"):
+            return self._answered(message, arrays)
+
+    def _answered(
+        self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()
+    ) -> RoundAnswer:
+        answer, received = self._asked(message, arrays)
+        self.number = answer.pop("round")
+        return RoundAnswer(received, **answer)
+
+    def send_state(self, arrays: Sequence[np.ndarray]) -> None:
+        """Sends this member's state, for those that join."""
+        with self._server() as server:
+            server.send({"do": "state"}, arrays)
+
+    def keep(self, record: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+        """Replaces this member's record."""
+        with self._server() as server:
+            server.send({"do": "record", "record": record}, arrays)
+
+    def _asked(
+        self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()
+    ) -> tuple[Message, list[np.ndarray]]:
+        with self._server() as server:
+            server.send(message, arrays)
+            answer, received = server.receive()
+        if "lost" in answer:
+            raise TfmwError(f"{answer['lost']}; start it again.")
+        if "error" in answer:
+            raise UsageError(f"members of the rounds differ: {answer['error']}.")
+        return answer, received
+
+    @contextlib.contextmanager
+    def _server(self) -> Iterator[wire.Connection]:
+        try:
+            yield self._connection
+        except OSError as e:
+            raise TfmwError(f"the server of rounds at {self._address} was lost: {e}") from e

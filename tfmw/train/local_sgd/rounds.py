@@ -1,0 +1,332 @@
+"""Rounds: replicas exchange the difference of their weights to the common ones, and take new ones.
+
+rounds = Rounds(model, strategy, settings)      # in a driver with on_own_step=rounds.count
+rounds.begin()                                  # an epoch: all replicas have the same weights
+rounds.after_step(number)                       # exchanges what is due
+rounds.meet()                                   # all weights: replicas have the same ones again
+
+An outer gradient is the mean over replicas, weighted by the examples of each since its last
+exchange. Replicas that sum gradients in each step have the same weights, and count together. So
+replicas with fewer examples, as in the last batch, count for less, and one step of SGD between two
+exchanges is a synchronous step.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw.compat import models, optimizers, placement
+from tfmw.compat.memory import view_of
+from tfmw.errors import UsageError
+from tfmw.observe.progress import blocking_call
+from tfmw.train.checkpoint import state
+from tfmw.train.local_sgd.outer_step import MIXED, OuterStep
+from tfmw.train.local_sgd.quantized_sum import QuantizedSum
+from tfmw.train.local_sgd.sync_settings import SyncSettings
+from tfmw.train.mirrored.agreement import broadcast
+from tfmw.train.mirrored.collectives.all_reduce import RingBroken
+from tfmw.train.mirrored.collectives.connection import another_ring, ring_of
+from tfmw.train.mirrored.collectives.hierarchy import HierarchicalRing
+from tfmw.train.mirrored.collectives.reduction import Reduction
+from tfmw.train.mirrored.replicas import Replicas, Traces
+
+_OUTER, _REPLICAS, _BEGUN, _SUMMED = (
+    f"rounds/{name}" for name in ("outer", "replicas", "begun", "summed")
+)  # names in backups
+
+
+Exchange = tuple[int, Callable[[], tf.Tensor]]
+"""(fragment of the weights, a function that waits for the mean of the gradients, flat)."""
+
+
+class Rounds:
+    """The exchanges of one call of fit.
+
+    Args:
+        model: placed on the replicas of `strategy`.
+        strategy: a synchronous one.
+        settings: of the call.
+
+    Raises:
+        UsageError: on all tasks, if the settings don't suit the model or the strategy.
+    """
+
+    def __init__(
+        self, model: keras.Model, strategy: tf.distribute.Strategy, settings: SyncSettings
+    ):
+        self._model = model
+        self._strategy = strategy
+        self._settings = settings
+        self._replicas = Replicas(strategy, Reduction(strategy).transport)
+        self._traces = Traces()
+        self._weights = list(model.trainable_variables)
+        self._ring = ring_of(strategy)
+        self._refuse()
+        self._outer = OuterStep(self._own_weights(), settings.outer, settings.fragments)
+        self._quantized: list[QuantizedSum] = []
+        if settings.compression is not None and self._ring is not None:
+            sizes = [self._outer.elements(f) for f in range(settings.fragments)]
+            if isinstance(self._ring, HierarchicalRing):
+                sizes = list(map(self._ring.longest_part, sizes))
+            self._quantized = [QuantizedSum(size, settings.compression) for size in sizes]
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        # Of each replica of this process: examples since the last exchange of each fragment.
+        self._examples = [
+            tf.Variable(tf.zeros([settings.fragments], tf.float64), trainable=False)
+            for _ in range(self._replicas.local)
+        ]
+        self._exchange: Exchange | None = None
+
+    def _refuse(self) -> None:
+        settings = self._settings
+        if settings.fragments > len(self._weights):
+            raise UsageError(
+                f"received sync_fragments={settings.fragments}: the model has "
+                f"{len(self._weights)} weights, and a fragment needs one."
+            )
+        inner = (optimizers.with_inner_optimizers(o) for o in optimizers.optimizers_of(self._model))
+        if any(each.use_ema for both in inner for each in both):
+            raise UsageError(
+                "the optimizer has use_ema=True, and with sync_every each replica would average "
+                "its own weights: train without one of them."
+            )
+        levels = isinstance(self._ring, HierarchicalRing)
+        if settings.between == "machines" and self._replicas.count > 1 and not levels:
+            raise UsageError(
+                'received sync_between="machines": expected two machines or more, with two workers '
+                "or more on each, as many on all, without GPUs."
+            )
+        if models.has_synchronized_batch_norm(self._model):
+            raise UsageError(
+                "a BatchNormalization has synchronized=True, which exchanges moments in each step: "
+                "with sync_every, replicas use their own. Leave one of them out."
+            )
+        if settings.compression and self._replicas.count > 1 and self._ring is None:
+            raise UsageError(
+                f"received sync_compression={settings.compression!r}: values are rounded on tfmw's "
+                "own ring, which connects workers without GPUs. Leave sync_compression out here."
+            )
+
+    def __enter__(self) -> Rounds:
+        if self._settings.overlap and self._ring is not None:
+            self._ring = another_ring(self._strategy)  # steps may use the first one meanwhile
+            self._thread = concurrent.futures.ThreadPoolExecutor(1, "rounds")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._thread is None:
+            return
+        if self._ring is not None:
+            self._ring.close()  # ends an exchange of a call that has failed
+        self._thread.shutdown()
+
+    def count(self, local: int, examples: tf.Tensor) -> None:
+        """Counts the examples of a step. In a replica context."""
+        counts = self._examples[local]
+        counts.assign_add(tf.fill(counts.shape, tf.cast(examples, counts.dtype)))
+
+    # ------------------------------------------------------------ when
+
+    def begin(self) -> None:
+        """The weights of all replicas, which are the same, are the common ones."""
+        self._outer.begin(self._own_weights())
+        for counts in self._examples:
+            counts.assign(tf.zeros_like(counts))
+
+    def after_step(self, step: int) -> None:
+        """Exchanges what is due after a step of the epoch, from 1. All tasks must call it."""
+        begun = self._settings.begun_after(step)
+        if begun is not None and self._exchange is None:
+            self._begin(begun)
+        if self._exchange is not None and self._settings.applied_after(step) == self._exchange[0]:
+            self._apply(MIXED if self._settings.overlap else 0.0)
+
+    def meet(self) -> None:
+        """Exchanges all that changed since; then all replicas have the common weights.
+
+        All tasks must call it.
+        """
+        if self._exchange is not None:
+            self._apply(MIXED)
+        for fragment in range(self._settings.fragments):
+            if self._begin(fragment):
+                self._apply(0.0)
+
+    # ------------------------------------------------------------ one exchange
+
+    def _begin(self, fragment: int) -> bool:
+        """Begins an exchange; returns whether any replica had examples since the last one."""
+        gradients, examples = self._traced(self._gradient, fragment)()
+        if not float(self._replicas.first_result(examples)):
+            return False
+        self._exchange = fragment, self._summed(fragment, gradients)
+        return True
+
+    def _gradient(self, fragment: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """(This replica's share of the mean, all examples). In a replica context."""
+        counts = self._examples[self._replicas.local_index()]
+        own = counts[fragment]
+        examples = own if self._replicas.count == 1 else self._replicas.sum([own])[0]
+        weights = [w.read_value() for w in self._placed(fragment)]
+        gradient = self._outer.gradient(fragment, weights)
+        share = tf.cast(tf.math.divide_no_nan(own, examples), gradient.dtype)
+        counts.assign(tf.where(tf.range(counts.shape[0]) == fragment, tf.zeros_like(own), counts))
+        return share * gradient, examples
+
+    def _summed(self, fragment: int, gradients: Any) -> Callable[[], tf.Tensor]:
+        """Begins the sum over replicas; what it returns waits for it."""
+        if self._replicas.count == 1:
+            return lambda: self._replicas.first_result(gradients)
+        ring = self._ring
+        if ring is None:
+            total = self._replicas.first_result(self._traced(self._sum)(gradients))
+            return lambda: total
+        local = np.array(view_of(self._replicas.first_result(gradients)))
+
+        def exchange() -> np.ndarray:
+            if not self._quantized:
+                return ring.sum(local, what="rounds")
+            if isinstance(ring, HierarchicalRing):  # rounded values travel between machines only
+                return ring.sum_with(self._quantized[fragment], local, what="rounds")
+            return self._quantized[fragment](ring, local)
+
+        if self._thread is not None:
+            running = self._thread.submit(exchange)
+            return lambda: tf.constant(running.result())
+        summed = exchange()
+        return lambda: tf.constant(summed)
+
+    def _sum(self, flat: tf.Tensor) -> tf.Tensor:
+        return self._replicas.sum([flat])[0]
+
+    def _apply(self, mixed: float) -> None:
+        """Ends the exchange: an outer step, of which replicas take the weights.
+
+        Args:
+            mixed: the share of its own weights that each replica keeps.
+        """
+        assert self._exchange is not None
+        (fragment, result), self._exchange = self._exchange, None
+        self._outer.apply(fragment, self._waited_for(result))
+        self._traced(self._take, fragment, mixed)()
+
+    def _waited_for(self, result: Callable[[], tf.Tensor]) -> tf.Tensor:
+        try:
+            with blocking_call("exchange of weights"):
+                return result()
+        except RingBroken as e:
+            raise self._replicas.group.root_cause(e) from None
+
+    def _take(self, fragment: int, mixed: float) -> None:
+        """Gives this replica the common weights. In a replica context."""
+        positions = self._outer.fragments[fragment]
+        for i, weight in zip(positions, self._placed(fragment), strict=True):
+            common = self._outer.common[i].value
+            share = tf.cast(mixed, common.dtype)
+            weight.assign(common + share * (weight.read_value() - common) if mixed else common)
+
+    def _placed(self, fragment: int) -> list[Any]:
+        return [models.native(self._weights[i]) for i in self._outer.fragments[fragment]]
+
+    def _own_weights(self) -> list[tf.Tensor]:
+        copies = (placement.local_copies(self._strategy, w)[0] for w in self._weights)
+        return [copy.read_value() for copy in copies]
+
+    def _traced(self, function: Callable[..., Any], *constants: Any) -> Callable[..., Any]:
+        """`function` on each replica, traced once for these first arguments."""
+
+        def on_all(*tensors: Any) -> Any:
+            return self._replicas.run(lambda *t: function(*constants, *t), tensors)
+
+        key = (function.__name__, *constants)
+        return self._traces.get(key, lambda: self._traces.function(on_all))
+
+    # ------------------------------------------------------------ backups
+
+    def state(self) -> dict[str, Any]:
+        """The state of the rounds by names in a backup. All tasks must call it.
+
+        The model's weights in a backup are the common ones; those of each replica are beside them.
+        """
+        names = {id(variable): name for name, variable in state.named(self._model).items()}
+        found = {
+            names[id(w)]: tf.identity(common.value)  # it is written while steps go on
+            for w, common in zip(self._weights, self._outer.common, strict=True)
+        }
+        outer = self._outer.state
+        for name, variable in zip(_numbered(_OUTER, len(outer)), outer, strict=True):
+            found[name] = tf.identity(variable.value)
+        rows = self._traced(self._rows)([tf.constant(q.left) for q in self._quantized])
+        for name, row in zip(_numbered(_REPLICAS, len(rows)), rows, strict=True):
+            found[name] = self._replicas.first_result(row)
+        begun, summed = -1, tf.zeros([0], self._outer.dtype)
+        if self._exchange is not None:
+            begun, summed = self._exchange[0], self._waited_for(self._exchange[1])
+        return {**found, _BEGUN: tf.constant(begun, tf.int64), _SUMMED: summed}
+
+    def restore(self, tensors: Mapping[str, Any]) -> None:
+        """Restores a result of `state`, of any number of replicas. All tasks must call it.
+
+        Args:
+            tensors: of the backup, on the chief.
+        """
+        self.begin()
+        own = placement.updated_variables(self._model)
+        count = len(own) + 1 + len(self._quantized)
+        outer, rows = _numbered(_OUTER, len(self._outer.state)), _numbered(_REPLICAS, count)
+        found = iter(self._from_chief(tensors, [*outer, *rows, _BEGUN, _SUMMED]))
+        for variable in self._outer.state:
+            variable.assign(next(found))
+        *of_replicas, begun, summed = found
+        first = self._replicas.sharding.local.start
+        for local in range(self._replicas.local):
+            copies = [placement.local_copies(self._strategy, v)[local] for v in own]
+            for copy, of_all in zip(copies, of_replicas, strict=False):
+                copy.assign(tf.cast(self._of_replica(of_all, first + local), copy.dtype))
+            self._examples[local].assign(self._of_replica(of_replicas[len(own)], first + local))
+        for quantized, of_all in zip(self._quantized, of_replicas[len(own) + 1 :], strict=True):
+            left = self._of_replica(of_all, first)
+            if left.shape == quantized.left.shape:  # else on other machines: rounding begins anew
+                quantized.left = left
+        if int(begun) >= 0:
+            mean = tf.constant(summed)
+            self._exchange = int(begun), lambda: mean
+
+    def _of_replica(self, rows: np.ndarray, replica: int) -> np.ndarray:
+        """A replica's value; the mean of all where another number of replicas goes on."""
+        if len(rows) == self._replicas.count:
+            return np.array(rows[replica])
+        return np.asarray(rows.mean(axis=0, dtype=np.float64))
+
+    def _rows(self, left: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """[replicas, ...] of each of a replica's own variables. In a replica context."""
+        own = [models.native(v).read_value() for v in placement.updated_variables(self._model)]
+        examples = self._examples[self._replicas.local_index()].read_value()
+        return self._replicas.rows([*own, examples, *left])
+
+    def _from_chief(self, tensors: Mapping[str, Any], names: list[str]) -> list[np.ndarray]:
+        """The tensors of these names on all tasks. All tasks must call it."""
+        group = self._replicas.group
+        own = [np.asarray(tensors[name]) for name in names] if group.is_chief else []
+        if group.size == 1:
+            return own
+        found = []
+        described = group.from_chief(lambda: [(v.dtype.name, list(v.shape)) for v in own])
+        for i, (dtype, shape) in enumerate(described):
+            value = own[i] if group.is_chief else tf.zeros(shape, dtype)
+            variable = tf.Variable(value, trainable=False)
+            if math.prod(shape):
+                broadcast(self._strategy, [variable])
+            found.append(variable.numpy())
+        return found
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [f"{name}/{i:06d}" for i in range(count)]

@@ -1,0 +1,196 @@
+"""Steps of a loop of the user's own: one batch a call, on all replicas.
+
+    batches = BatchDriver(model, strategy)
+    logs = batches.step("train", (x, y, None))      # the same batch on every task
+
+A step is one traced function. At its end metrics, moving averages and seeds are equal on all
+replicas, so that between two calls the model is an ordinary one, which a loop may read, save and
+change. Before each step tasks sum a few numbers, whose size is always the same: the kind and shape
+of the batch, samples of its values and of one variable. They show if tasks differ, before a task
+waits in a collective that others do not enter, and before any weight changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw import data
+from tfmw.compat import placement
+from tfmw.compat.memory import view_of
+from tfmw.data.batches import rows_from, rows_of
+from tfmw.errors import UsageError
+from tfmw.observe.progress import report_alive, report_progress
+from tfmw.train.mirrored.replicas import new_function
+from tfmw.train.mirrored.sync_driver import StepKind, SyncDriver
+
+_training_steps = itertools.count(1)  # of all models of a loop
+
+_SAMPLES = 16  # values of a batch, and of a variable, that tasks compare in a step
+_TOLERANCE = 1e-5  # relative variance: the processors of hosts may round differently
+
+
+class BatchDriver:
+    """Steps of one model, a batch a call.
+
+    Args:
+        model: compiled and built.
+        strategy: a synchronous strategy.
+    """
+
+    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy):
+        self._model = model
+        self._strategy = strategy
+        self._driver = SyncDriver(model, strategy)
+        self._sharding = self._driver.replicas.sharding
+        self._driver.copies = {}
+        self._sums = new_function(self._sum_over_tasks)
+        self._functions: dict[tuple[StepKind, str], Any] = {}  # traced for these batches
+        self._steps = 0
+        self._variables = placement.all_variables(model)
+
+    def step(self, kind: str, batch: Any) -> dict[str, Any]:
+        """Trains or evaluates on one batch, the same on all tasks; returns its logs.
+
+        A collective: all tasks must call it.
+
+        Args:
+            kind: "train" or "test".
+            batch: (x, y, sample weights), structures of arrays [examples, ...].
+        """
+        total = _examples(batch)
+        sharding = self._sharding
+        sizes = data.ShardSizes.of(total, sharding)
+        uneven = sharding.replicas > 1 and (sizes.empty or sizes.uneven)
+        parts = tuple(
+            data.map_tensors(functools.partial(_rows, replica=replica, sharding=sharding), batch)
+            for replica in sharding.local
+        )
+        examples = tf.constant(total, tf.int64)
+        # Of the whole batch: parts of one task may have the shapes of an earlier call.
+        key = (
+            StepKind(kind, uneven),
+            str(tf.nest.map_structure(tf.type_spec_from_value, batch)),
+        )
+        if sharding.workers > 1:
+            self._refuse_differences(key, batch)
+        with self._step_of(key, parts, examples) as function:
+            logs = function(parts, examples)
+        self._steps += 1
+        self._driver.examples += total
+        if kind == "train":
+            report_progress(next(_training_steps))
+        else:
+            report_alive()
+        return logs
+
+    @contextlib.contextmanager
+    def _step_of(self, key: tuple[StepKind, str], *arguments: Any) -> Iterator[Callable[..., Any]]:
+        """The function of a step, traced, and a context in which the model is placed."""
+        kind = key[0]
+        if self._model.run_eagerly:
+            with self._driver as driver:
+                yield driver.batch_step(kind)
+            return
+        if key not in self._functions:
+            with self._driver as driver:
+                function: Any = driver.traces.get(
+                    ("batch", kind),
+                    lambda: driver.traces.function(driver.batch_step(kind), reduce_retracing=True),
+                )
+                function.get_concrete_function(*arguments)
+            self._functions[key] = function
+        # Variables of one replica stay where they are; copies of several get the values of now.
+        copies = self._driver.copies
+        placed = placement.placed(self._model, self._strategy, copies, seeds_vary=False)
+        lost_peer_named = self._driver.replicas.lost_peer_named()
+        with placed if copies else contextlib.nullcontext(), lost_peer_named:
+            yield self._functions[key]
+
+    def _sum_over_tasks(self, values: tf.Tensor) -> tf.Tensor:
+        replicas = self._driver.replicas
+
+        def summed() -> tf.Tensor:
+            # The values of a task count once, with any number of replicas.
+            mine = values if replicas.local_index() == 0 else tf.zeros_like(values)
+            return replicas.sum([mine])[0]
+
+        return replicas.first_result(replicas.strategy.run(summed))
+
+    def _refuse_differences(self, key: tuple[Any, ...], batch: Any) -> None:
+        """Raises UsageError on all tasks if a batch, or a variable, is not the same on all."""
+        variable = self._variables[self._steps % len(self._variables)]
+        count = self._sharding.workers
+        # Before a trace variables may differ: it sets them to the chief's values.
+        traced = key in self._functions
+        local = placement.local_copies(self._strategy, variable)[0].read_value() if traced else 0.0
+        # 24 bits: sums of their squares are exact in float64.
+        call = zlib.crc32(repr((*key, traced)).encode()) >> 8
+        values = [float(call), *_sampled(batch, self._steps), *_sampled(local, self._steps)]
+        with self._driver.replicas.lost_peer_named():
+            sums = self._sums(tf.constant([values, [v * v for v in values]], tf.float64))
+        total, squares = np.asarray(sums)
+        variance = count * squares - total * total
+        differs = variance > _TOLERANCE * count * squares
+        if variance[0] or differs[1 : 1 + _SAMPLES].any():
+            raise UsageError(
+                "tasks passed different batches in this call: expected the same whole batch on "
+                "every task, of which each takes its part. Draw random numbers from the same seed "
+                "on every task."
+            )
+        if differs[1 + _SAMPLES :].any():
+            raise UsageError(
+                f"{variable.path!r} differs between tasks: the loop changed it on some tasks only. "
+                "Make the same change on every task."
+            )
+
+
+def _examples(batch: Any) -> int:
+    """The number of examples, the same in each tensor of a batch."""
+    leaves = [t for t in tf.nest.flatten(batch) if t is not None]
+    for leaf in leaves:
+        if not tf.is_tensor(leaf) and not np.shape(leaf):
+            raise UsageError(
+                f"received {leaf!r} in a batch: expected arrays or tensors [examples, ...]. A list "
+                "is a structure of several of them; np.array(...) makes an array of numbers."
+            )
+    lengths = [int(rows_of(t)) if tf.is_tensor(t) else np.shape(t)[0] for t in leaves]
+    if not lengths or len(set(lengths)) > 1 or not lengths[0]:
+        raise UsageError(
+            f"received a batch of tensors with {lengths} rows: expected one number of examples, "
+            "more than 0, along the first axis of each."
+        )
+    return lengths[0]
+
+
+def _rows(tensor: Any, replica: int, sharding: data.Sharding) -> Any:
+    """Rows of one replica: example j is replica j mod R's, and the first one of a spare replica."""
+    if sharding.replicas == 1:
+        return tf.convert_to_tensor(tensor) if isinstance(tensor, np.ndarray) else tensor
+    if isinstance(tensor, tf.SparseTensor):
+        return rows_from(tensor, replica, sharding.replicas)
+    length = int(rows_of(tensor)) if tf.is_tensor(tensor) else len(tensor)
+    rows = tensor[replica :: sharding.replicas] if replica < length else tensor[:1]
+    return tf.constant(rows) if isinstance(rows, np.ndarray) else rows
+
+
+def _sampled(values: Any, step: int) -> list[float]:
+    """Some values of a structure, others in each step; a text counts by its checksum."""
+    leaves = [t for t in tf.nest.flatten(values, expand_composites=True) if t is not None]
+    arrays = [view_of(t) if tf.is_tensor(t) else np.asarray(t) for t in leaves]
+    out: list[float] = []
+    for number in range(_SAMPLES):
+        flat = arrays[number % len(arrays)].reshape(-1)
+        value = flat[(step * 7919 + number * 104729) % len(flat)] if len(flat) else 0
+        if isinstance(value, bytes | str | np.bytes_ | np.str_):
+            value = zlib.crc32(value.encode() if isinstance(value, str) else value) >> 16
+        out.append(float(np.real(value)))
+    return out

@@ -1,0 +1,312 @@
+"""Predictions of all replicas, in the dataset's order, on every worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw.data import first_rows, gather_rows, map_tensors, step_of
+from tfmw.data.batches import rows_of
+from tfmw.errors import UsageError
+from tfmw.observe.progress import report_alive
+from tfmw.train.mirrored.replicas import Replicas
+from tfmw.train.mirrored.step_loops import step_loop
+from tfmw.train.mirrored.sync_driver import SyncDriver
+
+Rows = list[list[Any]]  # examples of each step and local replica
+
+
+def prediction_step(
+    model: keras.Model, replicas: Replicas, split: bool = True
+) -> Callable[..., Any]:
+    """A function (*element of a `data.Shard`) -> (outputs, rows) on each replica."""
+
+    def on_replica(parts: Any, counts: Any) -> Any:
+        local = replicas.local_index()
+        rows = counts[local]
+        outputs = model.predict_step(parts[local])
+        if replicas.count > 1 and split:
+            outputs = first_rows(outputs, rows)
+        elif not split:  # a batch's outputs may have other numbers of rows than its inputs
+            outputs = map_tensors(lambda t: first_rows(t, rows_of(t) * tf.sign(rows)), outputs)
+            rows = tf.stack([rows_of(t) for t in tf.nest.flatten(outputs)])
+        return outputs, rows
+
+    return lambda *element: replicas.run(on_replica, step_of(element, replicas.sharding)[:2])
+
+
+def prediction_loop(
+    step: Any, replicas: Replicas, iterator: Any
+) -> Callable[[Any, tf.Tensor], Any] | None:
+    """A function, to be traced, of several prediction steps.
+
+    Args:
+        step: a traced `prediction_step`.
+        iterator: over the dataset of a `data.Shard`.
+
+    Returns:
+        A function (iterator, int64 [] most steps) -> (steps done, int64 []; the model's outputs of
+        all steps, one after the other; rows of each step). None where they cannot be joined: ragged
+        and sparse outputs, inner dimensions that may change, several local replicas.
+    """
+    if replicas.local > 1:
+        return None
+    structure, rows = step.get_concrete_function(*iterator.element_spec).structured_outputs
+    leaves = tf.nest.flatten(structure, expand_composites=False)
+    if not rows.shape.is_fully_defined() or not all(map(_is_joined, leaves)):
+        return None
+    kinds = [(leaf.dtype, [None, *leaf.shape[1:]]) for leaf in leaves]
+    kinds.append((rows.dtype, rows.shape.as_list()))
+
+    def one_step(*element: Any) -> Any:
+        flat = tf.nest.flatten(step(*element), expand_composites=False)
+        found = tf.constant(1, tf.int64)
+        if len(element) == 3:  # a step without examples: other workers have some
+            found = tf.cast((element[2] >= 0) | tf.reduce_any(element[1] > 0), tf.int64)
+        return found, [replicas.first_result(t) for t in flat]
+
+    def loop(iterator: Any, max_steps: tf.Tensor) -> Any:
+        steps_done, _, _, arrays = step_loop(one_step, iterator, max_steps, kinds)
+        outputs = tf.nest.pack_sequence_as(structure, [a.concat() for a in arrays[:-1]])
+        return steps_done, outputs, arrays[-1].stack()[:steps_done]
+
+    return loop
+
+
+def _is_joined(output: Any) -> bool:
+    """Whether outputs of several steps make one tensor."""
+    return (
+        isinstance(output, tf.Tensor | tf.TensorSpec)
+        and bool(output.shape.rank)
+        and output.shape[1:].is_fully_defined()
+    )
+
+
+class Predictions:
+    """The predictions of a pass over the dataset of a `data.Shard`, collected call by call.
+
+    Args:
+        driver: in whose context the model is placed.
+        iterator: over that dataset.
+    """
+
+    def __init__(self, driver: SyncDriver, iterator: Any):
+        self._driver = driver
+        self._replicas = driver.replicas
+        self._iterator = iterator
+        # Of each call: rows, and flat outputs of each local replica in each step or of all steps.
+        self._calls: list[tuple[Rows, list[list[Any]]]] = []
+        self._structure: Any = None
+        steps: Any = prediction_step(driver.model, driver.replicas, driver.splits), None
+        if not driver.model.run_eagerly:
+            key = ("predict", driver.splits, repr(iterator.element_spec))
+            steps = driver.traces.get(key, lambda: self._traced(steps[0]))
+        self._step, self._loop = steps
+
+    def _traced(self, step: Callable[..., Any]) -> Any:
+        """(The traced step; the traced loop of several steps, if there is one)."""
+        traced = self._driver.traces.function(step, reduce_retracing=True)
+        loop = prediction_loop(traced, self._replicas, self._iterator)
+        return traced, loop and self._driver.traces.function(loop, reduce_retracing=True)
+
+    def extend(self, max_steps: int) -> int:
+        """Predicts up to `max_steps` global batches; returns how many there were.
+
+        No collective: workers with parts of other lengths call it more often than others.
+        """
+        rows: Rows = []
+        outputs: list[list[Any]] = []
+        self._calls.append((rows, outputs))
+        if self._loop is not None:
+            limit = tf.constant(max_steps, tf.int64)
+            done, self._structure, counts = self._loop(self._iterator, limit)
+            outputs.append(tf.nest.flatten(self._structure, expand_composites=False))
+            rows += [[of_step] for of_step in counts.numpy().tolist()]
+            report_alive()
+            return int(done)
+        local_results = self._replicas.local_results
+        for _ in range(max_steps):
+            element = next(self._iterator, None)
+            if element is None:
+                break
+            if len(element) == 3 and int(element[2]) < 0 and not any(element[1].numpy()):
+                break
+            self._structure, counts = self._step(*element)
+            leaves = tf.nest.flatten(self._structure, expand_composites=False)
+            outputs += map(list, zip(*map(local_results, leaves), strict=True))
+            rows.append([n.numpy().tolist() for n in local_results(counts)])
+            report_alive()
+        return len(rows)
+
+    def assembled(self, of_last_call: bool = False) -> Any:
+        """Predictions of all replicas in the dataset's order, in the structure of the outputs.
+
+        A collective: all workers enter it.
+
+        Args:
+            of_last_call: only those of the last `extend`.
+        """
+        group, replicas = self._replicas.group, self._replicas
+        calls = self._calls[-1:] if of_last_call else self._calls
+        all_rows = group.from_all([of_step for rows, _ in calls for of_step in rows])
+        if not any(all_rows):
+            raise UsageError("the dataset is empty: expected at least one batch to predict.")
+        outputs = [part for _, parts in calls for part in parts]
+        with self._driver.errors_named():
+            leaves = [
+                _in_order(
+                    replicas,
+                    [part[leaf] for part in outputs],
+                    _order(all_rows, replicas.local, None if self._driver.splits else leaf),
+                )
+                for leaf in range(max(group.from_all(len(outputs[0]) if outputs else 0)))
+            ]
+        if self._structure is None:
+            return leaves[0] if len(leaves) == 1 else leaves
+        return tf.nest.pack_sequence_as(self._structure, leaves)
+
+
+def _order(all_rows: list[Rows], local: int, leaf: int | None) -> np.ndarray:
+    """The place of each example in the predictions of all workers, one worker after the other.
+
+    Example j of a batch belongs to replica j mod R.
+
+    Args:
+        all_rows: by worker.
+        local: replicas of each worker.
+        leaf: of the outputs, if replicas have whole batches in turn, with rows for each of them.
+
+    Returns:
+        int64 [examples], in the order of the dataset.
+    """
+    if leaf is not None:
+        all_rows = [[[n[leaf] for n in step] for step in rows] for rows in all_rows]
+    steps, replicas = max(map(len, all_rows)), len(all_rows) * local
+    by_worker: np.ndarray = np.zeros([len(all_rows), steps, local], np.int64)
+    for worker, rows in enumerate(all_rows):
+        by_worker[worker, : len(rows)] = np.reshape(rows, [-1, local])
+    # A piece: the rows of a step and replica. Where it begins in the predictions of all workers.
+    begins = np.cumsum(by_worker).reshape(by_worker.shape) - by_worker
+    begins, counts = (
+        np.moveaxis(each, 0, 1).reshape([steps, replicas]) for each in (begins, by_worker)
+    )
+    totals = counts.sum(axis=1)
+    dealt: np.ndarray = np.zeros([steps], bool)
+    if leaf is None:
+        dealt = (counts == -(-(totals[:, None] - np.arange(replicas)) // replicas)).all(axis=1)
+    # With dataset functions and whole batches: the examples of one replica after another's.
+    step, place = _within(totals)
+    piece, row = _within(counts.ravel())
+    return np.where(
+        dealt[step],
+        begins[step, place % replicas] + place // replicas,
+        begins.ravel()[piece] + row,
+    )
+
+
+def _within(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each row of consecutive groups: the index of its group, and its place in the group."""
+    group: np.ndarray = np.repeat(np.arange(len(lengths)), lengths)
+    return group, np.arange(len(group)) - (np.cumsum(lengths) - lengths)[group]
+
+
+def _in_order(replicas: Replicas, pieces: list[Any], order: np.ndarray) -> Any:
+    """One array of the pieces of all steps and replicas; see `_order`.
+
+    Ragged and sparse pieces make a tensor of that kind. Dense ones whose shapes change from step
+    to step make a ragged one, as in Keras.
+    """
+    local_kinds = sorted({_kind(piece) for piece in pieces})
+    kinds = {kind for each in replicas.group.from_all(local_kinds) for kind in each}
+    if "SparseTensor" in kinds:
+        return gather_rows(_all_sparse(replicas, pieces), tf.constant(order, tf.int64))
+    if len(kinds) > 1 or "RaggedTensor" in kinds:
+        return tf.gather(_all_ragged(replicas, pieces), order)
+    array = np.concatenate([np.asarray(t) for t in pieces]) if pieces else np.zeros([0])
+    return _all_rows(replicas, array)[order]
+
+
+def _kind(piece: Any) -> str:
+    """The type of a piece and its dimensions but the first: pieces of one kind make an array."""
+    if isinstance(piece, (tf.RaggedTensor, tf.SparseTensor)):
+        return type(piece).__name__
+    return str(tuple(piece.shape[1:]))
+
+
+def _all_ragged(replicas: Replicas, pieces: list[Any]) -> tf.RaggedTensor:
+    """The rows of all workers' pieces, ragged or dense, one worker's after the other's."""
+    # Keras keeps inner dimensions that never change uniform; here all but the last are ragged.
+    ragged = [
+        piece
+        if isinstance(piece, tf.RaggedTensor)
+        else tf.RaggedTensor.from_tensor(piece, ragged_rank=max(1, piece.shape.rank - 2))
+        for piece in pieces
+    ]
+    values: np.ndarray = np.zeros([0])
+    lengths: list[np.ndarray] = []
+    if ragged:
+        joined = tf.concat(ragged, axis=0)
+        values = joined.flat_values.numpy()
+        lengths = [each.numpy() for each in joined.nested_row_lengths()]
+    for _ in range(max(replicas.group.from_all(len(lengths))) - len(lengths)):
+        lengths.append(np.zeros([0], np.int64))  # of a worker without pieces
+    return tf.RaggedTensor.from_nested_row_lengths(
+        _all_rows(replicas, values), [_all_rows(replicas, each) for each in lengths]
+    )
+
+
+def _all_sparse(replicas: Replicas, pieces: list[tf.SparseTensor]) -> tf.SparseTensor:
+    """The rows of all workers' pieces, one worker's after the other's."""
+    group = replicas.group
+    values: np.ndarray = np.zeros([0])
+    indices: np.ndarray = np.zeros([0, 0], np.int64)
+    shape: list[int] = []
+    if pieces:
+        joined = tf.sparse.concat(0, pieces, expand_nonconcat_dims=True)
+        values, indices = joined.values.numpy(), joined.indices.numpy()
+        shape = joined.dense_shape.numpy().tolist()
+    all_shapes = group.from_all(shape)  # [] of a worker without pieces
+    shapes = [each for each in all_shapes if each]
+    earlier = sum(each[0] for each in all_shapes[: group.rank] if each)
+    indices = indices + np.eye(1, indices.shape[1], dtype=np.int64) * earlier
+    return tf.SparseTensor(
+        _all_rows(replicas, indices),
+        _all_rows(replicas, values),
+        [sum(each[0] for each in shapes), *np.max(shapes, axis=0)[1:].tolist()],
+    )
+
+
+def _all_rows(replicas: Replicas, local: np.ndarray) -> np.ndarray:
+    """The rows of all workers' arrays, one worker's after the other's."""
+    group = replicas.group
+    if group.size == 1:
+        return local
+    # A worker without examples takes shape and dtype from another worker.
+    described = group.from_all([len(local), list(local.shape[1:]), local.dtype.name])
+    sizes = [size for size, _, _ in described]
+    _, shape, name = described[int(np.argmax(sizes))]
+    dtype = tf.as_dtype(name)
+    if dtype == tf.string or name == "object":
+        raise UsageError(
+            "predictions are strings, which cannot be sent between workers: predict their "
+            "indices and look them up afterwards."
+        )
+    numpy_dtype, transport = dtype.as_numpy_dtype, replicas.transport
+    # In bytes; a worker's are the part of its first replica.
+    lengths = [0] * replicas.count
+    numbers = [transport.part_number(rank) for rank in range(0, replicas.count, replicas.local)]
+    for number, size in zip(numbers, sizes, strict=True):
+        lengths[number] = size * math.prod(shape) * dtype.size
+    cuts = np.cumsum([0, *lengths]).tolist()
+    nothing: np.ndarray = np.zeros([0], np.uint8)
+    own = np.ascontiguousarray(local).reshape(-1).view(np.uint8) if len(local) else nothing
+    gathered: np.ndarray = np.empty([cuts[-1]], np.uint8)
+    if len(gathered):
+        transport.gather_between_steps([own] + [nothing] * (replicas.local - 1), cuts, gathered)
+    in_order: np.ndarray = np.concatenate([gathered[cuts[n] : cuts[n + 1]] for n in numbers])
+    return in_order.view(numpy_dtype).reshape([sum(sizes), *shape])

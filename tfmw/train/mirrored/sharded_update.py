@@ -1,0 +1,429 @@
+"""The update of the weights, sharded over the replicas.
+
+    update = ShardedUpdate(optimizer, reduction, choice="auto")
+    with update.reduced(grads, variables) as (own_grads, own_variables):
+        optimizer.apply(own_grads, own_variables)
+
+Without sharding, gradients are summed over all replicas, and each makes the whole update. With it,
+a sum stops half way, where each replica has one part of it; each updates that part, and the parts
+of the weights travel on as the second half of the sum would have. Each has 1/N of the update's
+work and of the optimizer's slots (Xu et al., Automatic Cross-Replica Sharding of Weight Update in
+Data-Parallel Training, 2020; ZeRO stage 1).
+
+A pack of gradients is cut into parts as the ring cuts it anyway, so the sums are the same to the
+last bit. If an optimizer looks at whole variables, packs are cut between variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Container, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw.compat import optimizer_part, optimizers
+from tfmw.compat.graph import inputs_first
+from tfmw.compat.memory import copies_of
+from tfmw.compat.models import native
+from tfmw.errors import UsageError
+from tfmw.train.mirrored.collectives import reduction as reduction_lib
+from tfmw.train.mirrored.collectives.reduction import Reduction
+from tfmw.train.mirrored.replicas import flattened, local_index, split_as
+from tfmw.train.mirrored.shard_plan import ShardPlan, divided
+
+logger = logging.getLogger("tfmw")
+
+_UPDATES = "_self_tfmw_updates"  # so called, it does not count as the model's own
+_SHARDED = "sharded over"
+_LAST = "_self_tfmw_last_updates"
+
+_WRITES = (
+    "AssignVariableOp",
+    "AssignAddVariableOp",
+    "AssignSubVariableOp",
+    "ResourceApply",
+    "ResourceScatter",
+    "ResourceSparseApply",
+    "ResourceStridedSliceAssign",
+)
+"""Prefixes of the names of TensorFlow's operations that change a variable."""
+
+SHARD_OPTIMIZER = "TFMW_SHARD_OPTIMIZER"
+"""Environment variable: what "auto" is. "on" is True, "off" is False, "auto" the default."""
+
+MIN_BYTES = 8 << 20
+"""Trainable weights below which "auto" shards no update: it saves less than it costs."""
+
+
+class Slots(enum.Enum):
+    """The place of an optimizer's slots."""
+
+    WHOLE = enum.auto()  # in the optimizer's own variables
+    TAKEN = enum.auto()  # in parts, since a step was traced: the optimizer's variables are empty
+    PARTS = enum.auto()  # in parts, as in the call before
+    COPIED = enum.auto()  # in parts, and all in the chief's optimizer until the next step
+
+
+class ShardedUpdate:
+    """How one optimizer updates the weights on each worker.
+
+    Args:
+        optimizer: built, of a model that is placed.
+        reduction: of the strategy's gradients.
+        choice: True, False or "auto": where it pays.
+        eager: whether steps run op by op.
+        compressed: whether gradients are sent in 16 bits.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        reduction: Reduction,
+        choice: Any = False,
+        *,
+        eager: bool = False,
+        compressed: bool = False,
+    ):
+        self.optimizer = optimizer
+        self._reduction = reduction
+        self._transport = reduction.transport
+        self._choice = _environments_choice() if choice == "auto" else choice
+        self._variables = optimizers.variables_of(optimizer)
+        self._index = {id(v): i for i, v in enumerate(self._variables)}
+        self._plan: ShardPlan | None = None
+        self._slots = Slots.WHOLE
+        self.weights_stale = False  # whether others than the steps may have assigned to them
+        self.made = False  # whether any update has been traced
+        self._assigned_in_steps = False
+        self.read_between_steps = False  # whether callbacks of this call may look at the optimizer
+        self._refused = self._why_not(eager, compressed)
+
+    @property
+    def reason(self) -> str | None:
+        """Why each worker makes the whole update; None if they shard it."""
+        return self._refused or self.of_call
+
+    @property
+    def of_call(self) -> str | None:
+        """Why the steps of this call do not shard the update; None if they may."""
+        shares = self._choice is True or not self.read_between_steps
+        return None if shares else "a callback may look at the optimizer between steps"
+
+    @property
+    def _plan_of_call(self) -> ShardPlan | None:
+        """The plan, if the steps of this call follow it."""
+        return self._plan if self.reason is None else None
+
+    def _why_not(self, eager: bool, compressed: bool) -> str | None:
+        if self._choice is False:
+            return "shard_optimizer=False"
+        if self._transport.size == 1:
+            return "there is one replica"
+        if eager:
+            return "run_eagerly"
+        refused = optimizers.refuses_parts(self.optimizer)
+        if refused or self._choice is True:
+            return refused
+        if self._transport.whole_sums:
+            return "TensorFlow's collectives would send half as many bytes again"
+        if compressed:
+            return "gradient_compression halves gradients, and not weights"
+        size = sum(v.shape.num_elements() * v.value.dtype.size for v in self._variables)
+        if size < MIN_BYTES:
+            return f"{size / 1e6:.1f} MB of weights are few"
+        if not optimizers.has_slots(self.optimizer):
+            return "the optimizer keeps no state for each variable"
+        return None
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        if self.reason is not None:
+            return f"on every worker ({self.reason})"
+        return f"{_SHARDED} {self._transport.size} {self._transport.of}"
+
+    # ------------------------------------------------------------ within a step
+
+    @contextlib.contextmanager
+    def reduced(
+        self, grads: list[Any], variables: list[Any]
+    ) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Sums gradients; within the context the optimizer makes its part of the update.
+
+        All replicas enter it, with their gradients as in `Reduction` and the Keras variable of
+        each. In a replica context. Yields the gradients and variables to apply.
+        """
+        if self.reason is None and self._plan is None:
+            self._make_plan(grads, variables)
+        if not self.made and self._transport.ranks[0] == 0 and self._choice is not False:
+            level = logging.WARNING if self.reason and self._choice is True else logging.INFO
+            logger.log(level, "%s updates the weights %s", self.optimizer.name, self.description)
+        self.made = True
+        plan = self._plan_of_call
+        if plan is None:
+            yield self._reduction(grads), variables
+            return
+        local = local_index(self._reduction.strategy)
+        given = {
+            self._index[id(v)]: g for g, v in zip(grads, variables, strict=True) if g is not None
+        }
+        self._refuse_idle(plan, given)
+        own, rest = self._reduction.own_sums(given, plan.packs, self._transport.ranks[local])
+        for index, total in own.items():
+            shape = self._variables[index].shape
+            if total.shape.num_elements() == math.prod(shape):  # all of them, in a flat form
+                own[index] = tf.reshape(total, shape)
+        totals, updated = [], []
+        for variable, grad in zip(variables, grads, strict=True):
+            index = self._index[id(variable)]
+            if grad is None or index in own or index in rest:
+                totals.append(own.get(index, rest.get(index)))
+                updated.append(variable)
+        if self._assigned_in_steps:
+            plan.parts[local].refresh()
+        with self._known_of_all(own, rest), plan.parts[local].in_place():
+            yield totals, updated
+        self._gather_weights(plan, local)
+
+    def _refuse_idle(self, plan: ShardPlan, given: dict[int, Any]) -> None:
+        """Raises UsageError on all workers where a replica would have nothing to update."""
+        for rank in range(self._transport.size):
+            own = {index for pack in plan.packs for index, _ in pack.parts[rank]}
+            if not any(i in own or i not in plan.indices for i in given):
+                raise UsageError(
+                    f"{self.optimizer.name!r} updates {len(given)} of {len(self._variables)} "
+                    "variables here, and one worker has no part of them: train with "
+                    "shard_optimizer=False."
+                )
+
+    @contextlib.contextmanager
+    def _known_of_all(self, own: dict[int, Any], rest: dict[int, Any]) -> Iterator[None]:
+        """Gives the optimizer what it would compute of all gradients."""
+        asks_finite = optimizers.checks_finite(self.optimizer)
+        asks_norm = optimizers.global_clipnorm(self.optimizer) is not None
+        if not asks_finite and not asks_norm:
+            yield
+            return
+        scale = optimizers.loss_scale(self.optimizer)
+        local = _facts(list(own.values()), scale)
+        facts = self._transport.summed(local) + _facts(list(rest.values()), scale)
+        finite = tf.equal(facts[0], 0) if asks_finite else None
+        norm = tf.sqrt(facts[1]) if asks_norm else None
+        with optimizer_part.all_gradients_known(self.optimizer, finite, norm):
+            yield
+
+    def _gather_weights(self, plan: ShardPlan, local: int) -> None:
+        """Gives a replica of this process the updated weights of all."""
+        if reduction_lib.nothing() is not None:
+            return
+        part, rank = plan.parts[local], self._transport.ranks[local]
+        assigned: list[Any] = []
+        for pack in plan.packs:
+            own = [part.weight(i) for i, _ in pack.parts[rank]] or [tf.zeros([0], pack.dtype)]
+            flat = flattened(own)
+            # The memory of the weights before is for the next pack: it must be free by then.
+            with tf.control_dependencies(assigned):
+                total = self._transport.gathered(flat, pack.cuts)
+            variables = [self._variables[index].value for index in pack.sizes]
+            values = zip(variables, split_as(total, variables), strict=True)
+            updates = [variable.assign(value) for variable, value in values]
+            assigned = [tf.no_op() if update is None else update.op for update in updates]
+
+    def follows(self, step: Any) -> bool:
+        """Whether a step that was traced follows all that it assigns to weights.
+
+        A layer may assign to its own weights (keras.layers.SpectralNormalization does), or a user's
+        train_step. This worker's part is a copy, and from now on each update copies it anew. If
+        the result is False, the step must be traced again.
+        """
+        plan = self._plan_of_call
+        if plan is None or self._assigned_in_steps:
+            return True
+        counts = assignments(step)
+        copies = (copies_of(native(self._variables[index])) for index in plan.indices)
+        self._assigned_in_steps = any(counts[id(v.handle)] > 1 for of_one in copies for v in of_one)
+        return not self._assigned_in_steps
+
+    # ------------------------------------------------------------ who updates what
+
+    def _make_plan(self, grads: list[Any], variables: list[Any]) -> None:
+        """Divides the variables, while the first step is traced: the same on all workers."""
+        packs = divided(self.optimizer, self._transport, grads, variables)
+        has_part = [any(parts) for parts in zip(*(pack.parts for pack in packs), strict=True)]
+        clips = optimizers.global_clipnorm(self.optimizer) is not None
+        if {id(v) for v in variables} != self._index.keys():
+            # A replica that updates none of them would not count the update.
+            self._refused = "the step updates some of the variables at a time"
+        elif clips and any(isinstance(g, tf.IndexedSlices) for g in grads):
+            self._refused = "global_clipnorm looks at sparse gradients"
+        elif not has_part or not all(has_part):
+            self._refused = f"there are fewer variables than {self._transport.of}"
+        if self.reason is None:
+            self._plan = ShardPlan(self.optimizer, self._transport, packs)
+            self._slots = Slots.TAKEN
+
+    # ------------------------------------------------------------ between steps
+
+    def before_steps(self) -> bool:
+        """Takes this process's parts of the state, where the optimizer has all of it.
+
+        Returns whether the optimizer's own slots are empty since the last call.
+        """
+        plan = self._plan_of_call
+        if plan is None:
+            return False
+        emptied = self._slots is not Slots.PARTS
+        self.forget_copy()
+        for part in plan.parts:
+            if self._slots is Slots.WHOLE:
+                part.take()
+            if self.weights_stale:
+                part.refresh()
+        self._slots, self.weights_stale = Slots.PARTS, False
+        return emptied
+
+    def restore_whole(self) -> None:
+        """Gives the optimizer the whole state, on all workers. All workers call it."""
+        plan = self.parted
+        if plan is None:
+            return
+        self.forget_copy()
+        for part in plan.parts:
+            part.free_weights()
+        plan.gather_slots(keep=True, free=True)
+        self._slots, self.weights_stale = Slots.WHOLE, True
+
+    def restore_alone(self) -> None:
+        """The same after an error, where this process has all parts."""
+        if len(self._transport.ranks) == self._transport.size:
+            with contextlib.suppress(Exception):
+                self.restore_whole()
+
+    def copy_to_chief(self) -> None:
+        """Gives the chief's optimizer the whole state, until the next step. All workers call it."""
+        if self._plan is not None and self._slots in (Slots.TAKEN, Slots.PARTS):
+            self._plan.gather_slots(keep=self._transport.ranks[0] == 0)
+            self._slots = Slots.COPIED
+
+    @property
+    def parted(self) -> ShardPlan | None:
+        """The plan by which the slots are in parts; None where the optimizer has all of them."""
+        return None if self._slots is Slots.WHOLE else self._plan
+
+    def forget_copy(self) -> None:
+        """Frees the copy that `copy_to_chief` made."""
+        if self._plan is not None and self._slots is Slots.COPIED:
+            self._plan.forget_slots()
+            self._slots = Slots.PARTS
+
+
+def is_driven(model: Any) -> bool:
+    """Whether a call of fit, evaluate or predict has the model now."""
+    return bool(vars(model).get(_UPDATES))
+
+
+@contextlib.contextmanager
+def sharded_updates(model: Any, updates: list[ShardedUpdate]) -> Iterator[None]:
+    """In the end the optimizers have their whole state again; all workers enter and leave it.
+
+    After an error they have not where workers may be gone; the model is refused from then on.
+
+    Raises:
+        UsageError: the state of an optimizer was lost so.
+    """
+    outer: list[ShardedUpdate] = vars(model).get(_UPDATES, [])
+    for update in outer:  # within another call, by a callback
+        update.restore_whole()
+        update.weights_stale = True
+    for update in updates:
+        optimizer_part.refuse_empty(update.optimizer)
+        update.weights_stale = True
+    vars(model)[_UPDATES] = updates  # past Keras's __setattr__
+    try:
+        yield
+        for update in updates:
+            update.restore_whole()
+        if any(update.made for update in updates):
+            vars(model)[_LAST] = [update.description for update in updates]
+    except BaseException:
+        for update in updates:
+            update.restore_alone()
+        raise
+    finally:
+        vars(model)[_UPDATES] = outer
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether the steps of the last call sharded the update of the weights."""
+    return any(line.startswith(_SHARDED) for line in vars(model).get(_LAST, []))
+
+
+def description(model: Any) -> str:
+    """How the steps of the last call updated the weights."""
+    return "; ".join(vars(model).get(_LAST, []))
+
+
+def _environments_choice() -> Any:
+    """True, False or "auto"; raises UsageError for another value."""
+    value = os.environ.get(SHARD_OPTIMIZER, "auto")
+    choices = {"auto": "auto", "on": True, "off": False}
+    if value not in choices:
+        raise UsageError(f"{SHARD_OPTIMIZER} is {value!r}: expected auto, on or off.")
+    return choices[value]
+
+
+def _facts(grads: list[Any], scale: Any) -> tf.Tensor:
+    """float64 [2]: how many gradients are not finite, and the sum of squares after unscaling."""
+    if not grads:
+        return tf.zeros([2], tf.float64)
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads]
+    wrong = [tf.cast(tf.reduce_any(~tf.math.is_finite(v)), tf.float64) for v in values]
+    squares = [
+        tf.cast(tf.reduce_sum(tf.square(v / tf.cast(scale, v.dtype))), tf.float64) for v in values
+    ]
+    return tf.stack([tf.add_n(wrong), tf.add_n(squares)])
+
+
+def assignments(function: Any) -> Counter[int]:
+    """Operations that change each variable, in the function and in those that it calls.
+
+    A loop's body counts once, and all branches of a condition count. The function is a
+    `tf.types.experimental.ConcreteFunction`; returns the id of a captured handle -> their number.
+    """
+    definition = function.graph.as_graph_def()
+    bodies = {body.signature.name: body for body in definition.library.function}
+    counts: dict[str, list[int]] = {}  # of the arguments of a function
+    for name in inputs_first(
+        _called(definition.node, bodies), lambda name: _called(bodies[name].node_def, bodies)
+    ):
+        inside = _changed(bodies[name].node_def, counts)
+        counts[name] = [inside[arg.name] for arg in bodies[name].signature.input_arg]
+    found = _changed(definition.node, counts)
+    handles = function.captured_inputs
+    names = [tensor.op.name for tensor in function.inputs[len(function.inputs) - len(handles) :]]
+    return Counter({id(h): found[name] for h, name in zip(handles, names, strict=True)})
+
+
+def _changed(nodes: Any, counts: dict[str, list[int]]) -> Counter[str]:
+    """Name of a node, or of a function's argument -> number of operations that change it."""
+    found: Counter[str] = Counter()
+    for node in nodes:
+        inputs = [name.partition(":")[0] for name in node.input if not name.startswith("^")]
+        if node.op.startswith(_WRITES):
+            found.update(inputs)
+        for called in _called([node], counts):
+            # A condition has its index before the arguments.
+            found.update(dict(zip(reversed(inputs), reversed(counts[called]), strict=False)))
+    return found
+
+
+def _called(nodes: Any, known: Container[str]) -> list[str]:
+    """Names of the known functions that nodes call."""
+    attributes = [a for node in nodes for a in node.attr.values()]
+    return [f.name for a in attributes for f in [a.func, *a.list.func] if f.name in known]

@@ -1,0 +1,589 @@
+"""The synchronous driver: one model, many replicas, the results of one process.
+
+    with SyncDriver(model, strategy) as driver:
+        steps = driver.run_steps("train", data.next_call(10))    # of an `EpochIterator`
+        logs = driver.metrics("train")
+
+Each step, on each replica (all of it one traced function, many steps per Python call):
+
+    batch, total = this replica's part of the global batch, the size of the whole
+    weight = examples here / total                      (losses are scaled by it)
+    model.train_step(batch)                             (the user's own, if they have one)
+        optimizer.apply(gradients) first sums the gradients over replicas, then updates this
+        replica's variables, as if it were alone
+
+So every replica makes the same update, and none needs a cross-replica context. Each replica updates
+its own metrics; they are combined when they are read.
+
+A training step reads top to bottom here: `run_steps`, `_step_loop`, `_replica_step`,
+`_call_step`, and, from within the optimizer, `_reduced`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfmw.compat import (
+    datasets,
+    local_updates,
+    losses,
+    models,
+    objects,
+    optimizers,
+    placement,
+)
+from tfmw.compat.metric_variables import (
+    counting_batches_once,
+    metric_variables,
+    recorded_assignments,
+)
+from tfmw.data import Sharding, examples_of, first_rows, map_tensors, step_of
+from tfmw.data.whole_batches import WHOLE_BATCHES
+from tfmw.errors import UsageError
+from tfmw.observe.progress import report_alive
+from tfmw.observe.step_times import StepTimes
+from tfmw.tables.table import is_table
+from tfmw.train.epoch_iterator import Call
+from tfmw.train.mirrored.agreement import agree, checksum
+from tfmw.train.mirrored.collectives.reduction import Reduction
+from tfmw.train.mirrored.metrics import Noted, ReplicaMetrics, ReplicaState, noted_results
+from tfmw.train.mirrored.replicas import Replicas, Traces
+from tfmw.train.mirrored.sharded_update import ShardedUpdate, sharded_updates
+from tfmw.train.mirrored.step_loops import step_loop
+
+_REFUSAL = re.compile(rf"a batch has \d+ rows in .*? {re.escape(WHOLE_BATCHES)}", re.DOTALL)
+_OF_SHAPES = re.compile(r"shape|dimension|incompatible|broadcast|Reshape|size", re.IGNORECASE)
+
+
+class StepKind(NamedTuple):
+    """A kind of step, of which a driver has one trace for each structure of its batches."""
+
+    name: str  # "train" or "test"
+    uneven: bool  # whether shards differ in size
+    size_known: bool = True  # whether the dataset contains the size of each global batch
+
+    @property
+    def trains(self) -> bool:
+        return self.name == "train"
+
+
+class SyncDriver:
+    """Runs steps of a model on all replicas of a strategy.
+
+    Args:
+        model: compiled and built, with its optimizer built.
+        strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
+        compression: "fp16" or "bf16": the dtype in which gradients are sent and summed; None for
+            their own.
+        shard_optimizer: whether workers shard the update of the weights; see `ShardedUpdate`.
+        on_own_step: makes each replica train on its own: no gradient is reduced. Called in each of
+            its training steps, with its index in this process and int32 [], its examples.
+        together: whether the replicas of a machine reduce their gradients, beside `on_own_step`.
+        parts: how training batches are divided, if processes that are no replicas of `strategy`
+            take part: each of one replica. Beside `on_own_step`.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        compression: str | None = None,
+        shard_optimizer: Any = False,
+        on_own_step: Callable[[int, Any], None] | None = None,
+        together: bool = False,
+        parts: Sharding | None = None,
+    ):
+        self.model = model
+        self.strategy = strategy
+        self.examples = 0  # of the steps so far, over all replicas
+        self.times = StepTimes()  # of this worker's training steps
+        self.copies: dict[int, tf.Variable] | None = None  # see `placement.placed`
+        self.splits = True  # whether replicas have parts of batches, and not whole ones
+        self._on_own_step = on_own_step
+        self._parts = parts
+        self._reduction = Reduction(strategy, compression)
+        self._within_machine = self._reduction.within_machine() if together else None
+        self.updates = [
+            ShardedUpdate(
+                optimizer,
+                self._reduction,
+                shard_optimizer,
+                eager=model.run_eagerly,
+                compressed=compression is not None,
+            )
+            for optimizer in optimizers.optimizers_of(model)
+        ]
+        self.replicas = Replicas(strategy, self._reduction.transport)
+        self.traces = Traces()
+        self.results = ReplicaMetrics(model, self.replicas, self.traces)
+        self.state = ReplicaState(model, self.replicas, self.traces)
+        self._gathers = False  # sparse gradients, as of embeddings, or ids, by TensorFlow
+        self._has_synchronized_norm = models.has_synchronized_batch_norm(model)
+        # XLA compiles for one device, and lookups run on servers.
+        self._has_tables = any(map(is_table, model.variables))
+        self._stack = contextlib.ExitStack()
+        self._noted: Noted = []  # in the step that is traced
+        self._warned: set[str] = set()
+
+    def reset(self) -> None:
+        """Resets the counts of earlier calls; keeps their traces."""
+        self.examples = 0
+        self.times = StepTimes()
+        self.results.signals = []
+
+    def __enter__(self) -> SyncDriver:
+        model, group = self.model, self.replicas.group
+        with contextlib.ExitStack() as stack:  # an error leaves nothing entered
+            enter = stack.enter_context
+            enter(models.unseeded_generator())
+            if self.replicas.count > 1:
+                raw = placement.raw_variables(model)
+                if raw and group.size > 1:  # `agree` sets Keras's variables only
+                    name = "the checksum of tf.Variable"
+                    group.require_same({f"{name} {w}": checksum(v.read_value()) for w, v in raw})
+                enter(placement.raw_variables_constant(model, group.size))
+            placement.refuse_other_scope(model, self.strategy)
+            enter(sharded_updates(model, self.updates))
+            with self.replicas.lost_peer_named():
+                agree(group, self.strategy, placement.shared_variables(model))
+            self._placement = enter(placement.placed(model, self.strategy, self.copies))
+            variables = model.trainable_variables
+            for update in self.updates:
+                enter(local_updates.fused_update(update.optimizer, variables))
+            for update in self.updates:
+                if self.replicas.count > 1:
+                    reduced = functools.partial(self._reduced, update)
+                    enter(local_updates.replica_local_updates(update.optimizer, reduced))
+                else:
+                    # A strategy of one device refuses to update variables outside of its scope.
+                    enter(local_updates.local_updates(update.optimizer))
+            if self.replicas.count > 1:
+                enter(objects.overridden(counting_batches_once(model)))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with self.replicas.lost_peer_named():
+            self._stack.__exit__(*error)
+
+    # ------------------------------------------------------------ steps
+
+    def run_steps(self, name: str, call: Call, size_known: bool = True) -> int:
+        """Runs the steps of a call.
+
+        Args:
+            name: "train", or "test" for evaluation steps.
+            call: of the data; its steps are fewer only if the data ends.
+            size_known: whether the dataset contains the size of each global batch.
+
+        Returns:
+            Number of steps done, the same on every worker.
+        """
+        trains = name == "train"
+        iterator, max_steps, sizes = call.iterator, call.max_steps, call.shard_sizes
+        uneven = self._parts is not None and trains and sizes.empty
+        uneven |= self.replicas.count > 1 and (
+            sizes.empty or (sizes.uneven and trains and bool(self.state.variables()))
+        )
+        kind = StepKind(name, uneven, size_known)
+        shares_now = [update.of_call is None for update in self.updates]
+        with self.errors_named():
+            loop = self.traces.get(
+                (kind, repr(iterator.element_spec), *shares_now),
+                lambda: self._step_loop(kind, iterator),
+            )
+            taken = [update.before_steps() for update in self.updates] if trains else []
+            if any(taken):
+                self._placement.free_originals()
+            if not self._gathers:
+                return self._run(loop, iterator, max_steps, trains)
+            # A batch of another shape, such as the last one, needs its own call.
+            for steps_done in range(max_steps):
+                if not self._run(loop, iterator, 1, trains):
+                    return steps_done
+            return max_steps
+
+    def _run(self, loop: Callable[..., Any], iterator: Any, max_steps: int, trains: bool) -> int:
+        with self.times.of_call() as call:
+            steps_done, examples, waited = loop(iterator, tf.constant(max_steps, tf.int64))
+            if trains:
+                call.steps, call.examples = int(steps_done), int(examples)
+                call.input_s = float(waited)
+                call.measured = self.model.run_eagerly or not datasets.is_deterministic()
+        self.examples += int(examples)
+        report_alive()
+        return int(steps_done)
+
+    def _step_loop(self, kind: StepKind, iterator: Any) -> Callable[..., Any]:
+        """A function (iterator, max_steps) -> (steps done, examples of them, input's seconds)."""
+        one_step = self.global_step(kind)
+
+        def steps(iterator: Any, max_steps: tf.Tensor) -> Any:
+            return step_loop(one_step, iterator, max_steps)[:3]
+
+        if self.model.run_eagerly:
+            return steps
+        loop = self.traces.function(steps, reduce_retracing=True)
+        # Traced now: the trace shows whether sparse gradients are gathered, and weights assigned.
+        traced = loop.get_concrete_function(iterator, tf.constant(1, tf.int64))
+        if kind.trains:
+            followed = [update.follows(traced) for update in self.updates]  # each must look at it
+            if not all(followed):
+                return self._step_loop(kind, iterator)
+        return loop
+
+    def global_step(self, kind: StepKind) -> Callable[..., Any]:
+        """A function (an element of a `data.Shard`) -> examples.
+
+        Its result is int64 [], over all replicas; 0 at the end of the data.
+        """
+        averages = self.state.variables() if kind.uneven and kind.trains else []
+        sharding = self.replicas.sharding
+        if kind.trains and self._parts is not None:
+            sharding = self._parts
+
+        def one_step(*element: Any) -> Any:
+            parts, counts, total = step_of(element, sharding)
+            assigned: list[Any] = []
+            if kind.trains:
+                assigned = self.state.assigned = self.state.assigned or []
+            recorded = recorded_assignments(assigned, self.results.note_update)
+            with recorded, noted_results(self.model) as self._noted:
+                totals = self.replicas.run(
+                    lambda p, c, t: self._replica_step(kind, p, c, t, averages),
+                    (parts, counts, total),
+                )
+            if kind.size_known:
+                return tf.maximum(total, 1)  # a batch without examples is not the end
+            return tf.cast(self.replicas.first_result(totals), tf.int64)
+
+        return one_step
+
+    def _replica_step(
+        self, kind: StepKind, parts: tuple[Any, ...], counts: Any, total: Any, averages: list[Any]
+    ) -> Any:
+        """One step on one replica. Returns int32 [], 0 once no replica has any examples."""
+        local = self.replicas.local_index()
+        batch = parts[local]
+        own_step = self._on_own_step if kind.trains else None
+        # The number of examples of a batch is that of its first tensor.
+        divided = self.replicas.count > 1 or self._parts is not None
+        counts_differ = divided and (kind.uneven or not kind.size_known)
+        rows = tf.cast(counts[local] if counts_differ else examples_of(batch), tf.int32)
+        if self.replicas.count == 1:
+
+            def step() -> tf.Tensor:
+                if own_step is not None:
+                    own_step(local, rows)
+                self._call_step(kind, batch, local, None)
+                return rows
+
+            return tf.cond(rows > 0, step, lambda: tf.zeros_like(rows)) if counts_differ else step()
+        if kind.size_known:
+            total = tf.cast(tf.identity(total), tf.int32)
+        else:
+            (total,) = self.replicas.sum([tf.identity(rows)])
+        updated_by = total
+        if own_step is not None:
+            updated_by = rows
+            if self._within_machine is not None:
+                updated_by = self._within_machine.transport.summed(rows[None])[0]
+        weight = losses.ReplicaWeight(
+            rows,
+            total,
+            uneven=kind.uneven,
+            size_known=kind.size_known,
+            in_loss=own_step is None and not models.overrides_step(self.model, "train_step"),
+            coupled=self._has_synchronized_norm,
+            sums=self.replicas.sum,
+            gather=self._gathered,
+            alone=own_step is not None,
+            updated_by=updated_by,
+        )
+        if own_step is not None:
+            own_step(local, rows)
+        with losses.weighting_losses(weight):
+            if kind.uneven:
+                self._uneven_step(kind, batch, local, weight, averages)
+            else:
+                self._call_step(kind, batch, local, weight)
+        return tf.constant(1) if kind.size_known else tf.identity(total)
+
+    def _uneven_step(
+        self,
+        kind: StepKind,
+        batch: Any,
+        local: int,
+        weight: losses.ReplicaWeight,
+        averages: list[Any],
+    ) -> None:
+        """A step in which shards differ in size, and this replica may have no examples.
+
+        A replica without examples runs every collective, on a copy of some example, and contributes
+        nothing: no gradient, no metric, no moving average. If it trains on its own, and so do
+        those with which it trains together, it makes no update.
+        """
+        present = weight.examples > 0
+        kept = [(v, tf.identity(v.value), present) for v in metric_variables(self.model)]
+        if weight.alone:
+            updates = weight.updated_by > 0
+            of_model = placement.updated_variables(self.model)
+            kept += [(v, tf.identity(v.value), updates) for v in of_model]
+        if averages and not weight.alone:
+            # With equal initial values, the weighted mean of the replicas' values is the right one.
+            self.state.average_on_replica(averages)
+        before_step = [(models.native(v), tf.identity(v.value)) for v in averages]
+        if self._has_synchronized_norm:
+            batch = first_rows(batch, weight.examples)  # all that it is given counts
+        self._call_step(kind, batch, local, weight)
+        for variable, before, changes in kept:
+            variable.assign(tf.where(changes, variable.value, before))
+        for variable, before in before_step:
+            factor = tf.cast(weight.fraction * float(self.replicas.count), before.dtype)
+            after = before + factor * (variable.read_value() - before)
+            variable.assign(tf.where(present, after, before))
+
+    def _call_step(
+        self, kind: StepKind, batch: Any, local: int, weight: losses.ReplicaWeight | None
+    ) -> None:
+        model = self.model
+        model_step = model.train_step if kind.trains else model.test_step
+        if weight is not None:
+            batch = map_tensors(_of_any_rows, batch)
+
+        def step(batch: Any) -> Any:
+            if weight is not None:
+                weight.begins(batch)
+            return model_step(batch)
+
+        is_own = models.overrides_step(model, f"{kind.name}_step")
+        if model.jit_compile and not model.run_eagerly and not self._has_tables:
+            if weight is None:
+                step = tf.function(step, jit_compile=True, reduce_retracing=True)
+            else:
+                step = functools.partial(self._compiled, step, is_own, weight)
+        returned = step(batch)
+        noted = self._noted if is_own else None
+        self.results.logs(kind.name).keep(returned, noted, local, weight)
+        if weight is not None:
+            for message in weight.differences.messages:
+                self._warn_once(message)
+
+    def _compiled(
+        self,
+        step: Callable[[Any], Any],
+        is_own: bool,
+        weight: losses.ReplicaWeight,
+        batch: Any,
+    ) -> Any:
+        """A step compiled by XLA on each replica; collectives are not compiled.
+
+        One compiled function computes the gradients of Keras's train_step. They are reduced, and
+        another compiled function applies them.
+        """
+        # XLA treats all virtual devices of a process as one, and rejects variables of the others.
+        if self.replicas.local == 1 and not is_own and not self._has_synchronized_norm:
+            with contextlib.suppress(losses.CannotCompile):
+                with weight.deferring_gradients() as deferred:
+
+                    def compute(batch: Any) -> Any:
+                        logs = step(batch)
+                        return logs, [grads for grads, _ in deferred]
+
+                    compiled = tf.function(compute, jit_compile=True, autograph=False)
+                    logs, all_grads = compiled(batch)
+                for grads, (_, finish) in zip(all_grads, deferred, strict=True):
+                    finish(grads)
+                return logs
+        self._warn_once(
+            "jit_compile is off on several replicas of one process, and where replicas exchange "
+            "values in the middle of a step, which XLA cannot compile: in a train_step of your "
+            "own, in a synchronized BatchNormalization, in a loss divided by masks or weights of "
+            "the global batch."
+        )
+        return step(batch)
+
+    def _reduced(
+        self,
+        update: ShardedUpdate,
+        grads: list[Any],
+        variables: list[Any],
+        weight: losses.ReplicaWeight,
+    ) -> contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]:
+        """Gradients of this replica -> gradients of the global batch, and what they update."""
+        within, factor = self._within_machine, weight.fraction
+        if within is not None:  # the update of replicas that train together
+            own, total = (tf.cast(n, tf.float64) for n in (weight.examples, weight.updated_by))
+            factor = tf.math.divide_no_nan(own, total)
+        elif weight.alone:
+            return contextlib.nullcontext((grads, variables))
+        else:
+            for grad, variable in zip(grads, variables, strict=True):
+                if grad is not None:
+                    weight.note(f"the gradient of {variable.path}", grad)
+        if not weight.loss_weighted:
+            grads = losses.scaled(grads, factor)
+        if weight.uneven:
+            present = weight.examples > 0
+            grads = [_or_zeros(g, present) for g in grads]
+        if within is not None:
+            return contextlib.nullcontext((within(grads), variables))
+        if any(isinstance(grad, tf.IndexedSlices) for grad in grads):
+            self._note_gather()
+        return update.reduced(grads, variables)
+
+    def _gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """The slices of all replicas, which layers gather within a step."""
+        if self._on_own_step is not None:
+            raise UsageError(
+                "a layer looks at the global batch, of which a replica that trains on its own has "
+                "a part: train without sync_every."
+            )
+        self._note_gather()
+        (gathered,) = self._reduction.transport([slices])
+        return gathered
+
+    def _note_gather(self) -> None:
+        # TensorFlow's collectives need slices of one shape in all steps of a call, else they raise
+        # "Shape mismatch in the collective instance"; the ring does not.
+        self._gathers |= self._reduction.transport.ring is None
+
+    def batch_step(self, kind: StepKind) -> Callable[..., Any]:
+        """A function for one batch, after which the state of all replicas is equal.
+
+        Between two of its calls the model is an ordinary one: metrics have the values of the whole
+        batch, moving averages their mean, and seeds do not depend on the replica.
+
+        Returns:
+            A function (this process's parts of the batch, int64 [] examples of the whole batch)
+            -> logs.
+        """
+        self.results.reset()
+        step = self.global_step(kind)
+        sharding = self.replicas.sharding
+        run, first = self.replicas.run, sharding.local.start
+
+        def begin() -> None:
+            self.model.reset_metrics()
+            placement.vary_seeds(self.model, first + self.replicas.local_index())
+
+        def end() -> None:
+            placement.vary_seeds(self.model, first + self.replicas.local_index())
+            if kind.trains and self.replicas.count > 1:
+                self.state.average_on_replica(self.state.variables())
+
+        def whole_step(parts: Any, total: tf.Tensor) -> Any:
+            run(begin, ())
+            step(parts, sharding.counts(total), total)
+            run(end, ())
+            return self.results.of_batch(kind.name)
+
+        return whole_step
+
+    @contextlib.contextmanager
+    def errors_named(self) -> Iterator[None]:
+        """Says of errors in a step that the replica had a part of a batch, if that may be why."""
+        try:
+            with self.replicas.lost_peer_named():
+                yield
+        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as e:
+            if self.replicas.count == 1 or not self.splits:
+                raise
+            refusal = _REFUSAL.search(str(e))
+            if refusal is not None:
+                raise UsageError(refusal.group()) from None
+            if "None" in str(e):
+                e.add_note(
+                    "tfmw: steps are traced for batches of any size, of which a replica has a "
+                    "part: use keras.ops.shape(x)[0], which is a tensor, in place of x.shape[0]."
+                )
+            if _OF_SHAPES.search(str(e)):
+                e.add_note(
+                    f"tfmw: each of {self.replicas.count} replicas had a part of the batch. If the "
+                    "model needs whole batches, pass split_batch=False: each replica then takes "
+                    "one."
+                )
+            raise
+
+    # ------------------------------------------------------------ between steps
+
+    def restore_optimizer(self) -> None:
+        """Gives the optimizer its whole state on all workers until the next step; a collective."""
+        with self.replicas.lost_peer_named():
+            for update in self.updates:
+                update.restore_whole()
+
+    def agree_on_weights(self, inside_epoch: bool = False) -> None:
+        """Sets weights to the chief's on every task, if a callback changed them on one task only.
+
+        All tasks must call it. It takes one pass over the weights and one message.
+
+        Args:
+            inside_epoch: whether moving averages differ between replicas, as between steps.
+        """
+        group = self.replicas.group
+        if group.size == 1:
+            return
+        for update in self.updates:
+            update.forget_copy()
+            update.weights_stale = True
+        seeds = placement.seeds_of(self.model)
+        metrics = metric_variables(self.model)
+        own = self.state.all_variables() if inside_epoch else []
+        if self._on_own_step is not None:
+            # The optimizers' state always differs, weights only within an epoch.
+            same = set() if inside_epoch else set(map(id, self.model.variables))
+            own += [v for v in placement.updated_variables(self.model) if id(v) not in same]
+        apart = {id(v) for v in [*seeds, *metrics, *own]}  # task-local state
+        variables = [v for v in placement.all_variables(self.model) if id(v) not in apart]
+        with self.replicas.lost_peer_named():
+            different = agree(group, self.strategy, variables)
+        if different and group.is_chief:
+            warnings.warn(
+                f"tfmw: {different[0].path!r} and {len(different) - 1} other variables differed "
+                "between tasks, so a callback changed them on some tasks only: all take the "
+                "chief's values. Let it do the same on every task.",
+                stacklevel=2,
+            )
+
+    def ordinary_model(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model is an ordinary Keras model, for callbacks.
+
+        Args:
+            averaged: whether moving averages are the same on all replicas; see `ReplicaState`.
+        """
+        own = metric_variables(self.model)
+        return self._placement.suspended(own if averaged else own + self.state.all_variables())
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            if self.replicas.group.is_chief:
+                warnings.warn(f"tfmw: {message}", stacklevel=2)
+
+
+def _of_any_rows(tensor: Any) -> Any:
+    """The tensor without a static number of rows.
+
+    A trace must not divide by one replica's, nor take a number for one of examples.
+    """
+    if isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy"):
+        return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
+    return tensor
+
+
+def _or_zeros(grad: Any, present: tf.Tensor) -> Any:
+    """A gradient, or zeros where `present` is false; None stays None."""
+    if grad is None:
+        return None
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(_or_zeros(grad.values, present), grad.indices, grad.dense_shape)
+    return tf.cond(present, lambda: grad, lambda: tf.zeros_like(grad))

@@ -1,0 +1,338 @@
+"""The training loop's driver for synchronous training, and evaluation and prediction with it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfmw.cluster.group import Group
+from tfmw.compat import optimizers
+from tfmw.data import Sharding
+from tfmw.observe import goodput, tracing
+from tfmw.observe.step_times import StepTimes
+from tfmw.tables.table import refuse_tables
+from tfmw.train.arguments import FitArguments
+from tfmw.train.checkpoint.tensor_files import SlotParts
+from tfmw.train.epoch_iterator import EpochIterator
+from tfmw.train.fit_context import FitContext
+from tfmw.train.loop import ValidationSignals, any_wants_every_batch
+from tfmw.train.mirrored.cached_driver import cached_driver
+from tfmw.train.mirrored.prediction import Predictions
+from tfmw.train.mirrored.sync_driver import SyncDriver
+from tfmw.train.pace import CallPace, last_batch_number
+from tfmw.train.reporter import InputBound
+
+
+class MirroredTraining:
+    """Training steps on all replicas of a strategy; a `tfmw.train.loop.Driver`.
+
+    A context manager: places the model's variables on the replicas, and restores them at the end.
+
+    Args:
+        context: of the call.
+        arguments: of the call.
+        record: of the backup from which the run resumes, or None.
+
+    Attributes:
+        element_spec: structure of tf.TensorSpec, of one batch.
+    """
+
+    trains_in_place = True
+    driver: SyncDriver  # of the steps, within the context
+    _pace: CallPace  # from `start` on
+
+    def __init__(self, context: FitContext, arguments: FitArguments, record: dict[str, Any] | None):
+        self.model = context.model
+        self.strategy = context.strategy
+        self.group = context.group
+        self._context = context
+        self._arguments = arguments
+        self._feed: dict[str, Any] = {} if record is None else record["feed"]
+        apart = ("validation", "rounds")
+        train = {name: value for name, value in self._feed.items() if name not in apart}
+        self._data = EpochIterator(
+            arguments.source,
+            context.group,
+            context.sharding,
+            arguments.steps_per_epoch,
+            "steps_per_epoch",
+            train or None,
+            arguments.index_dir,
+        )
+        self.batch_size = self._data.shard.batch_size
+        self.element_spec = self._data.shard.element_spec
+        context.build(self.element_spec)
+        refuse_tables(self.model.variables)
+        self._validation: EpochIterator | None = None
+        self._every_batch = False
+        self._optimizer_read = "epochs"
+        self._input_bound = InputBound()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> MirroredTraining:
+        with contextlib.ExitStack() as stack:  # an error leaves the model where it was
+            self.driver = stack.enter_context(self._new_driver())
+            self.driver.splits = self._arguments.split_batch
+            source = self._arguments.validation_source
+            if source is not None:
+                self._validation = EpochIterator(
+                    source,
+                    self.group,
+                    self._validation_sharding(),
+                    self._arguments.validation_steps,
+                    "validation_steps",
+                    self._feed.get("validation"),
+                )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
+            self._data.leave()
+        self._stack.__exit__(*error)  # the driver is not cached after an error
+
+    def _new_driver(self) -> contextlib.AbstractContextManager[SyncDriver]:
+        """The driver of this call, in which the model is placed."""
+        return cached_driver(
+            self.model,
+            self.strategy,
+            self._arguments.gradient_compression,
+            self._arguments.shard_optimizer,
+        )
+
+    def _validation_sharding(self) -> Sharding:
+        return self._context.sharding
+
+    def _most_steps(self) -> int:
+        """The most steps of the next call of the driver."""
+        return sys.maxsize
+
+    def _after_steps(self) -> None:
+        """Called after each call of the driver that ran steps."""
+
+    def ordinary_model(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
+        """See `SyncDriver.ordinary_model`."""
+        return self.driver.ordinary_model(averaged)
+
+    # ------------------------------------------------------------ what the loop asks
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None while unknown."""
+        return self._data.steps_per_epoch
+
+    @property
+    def examples(self) -> int:
+        """Examples of all steps so far, over all replicas."""
+        return self.driver.examples if "driver" in vars(self) else 0
+
+    @property
+    def times(self) -> StepTimes | None:
+        """The time of this worker's steps, by its uses; None before the context."""
+        return self.driver.times if "driver" in vars(self) else None
+
+    @property
+    def signals(self) -> list[float]:
+        return self.driver.results.signals
+
+    @property
+    def steps_done(self) -> int:
+        return self._data.steps_done
+
+    @property
+    def at_epoch_end(self) -> bool:
+        return self._data.at_epoch_end
+
+    @property
+    def resumes_inside_epoch(self) -> bool:
+        return self._data.resumes_inside_epoch
+
+    def start(self, every_batch: bool, model_is_read: bool, optimizer_read: str) -> None:
+        del model_is_read  # placed variables are those of the model
+        self._every_batch = every_batch
+        self._optimizer_read = optimizer_read
+        for update in self.driver.updates:
+            update.read_between_steps = optimizer_read == "steps"
+        self._data.reset()
+        one_each = every_batch or tracing.is_wanted()
+        self._pace = CallPace(self.group, self.model.steps_per_execution, one_each)
+
+    def restore_position(self) -> None:
+        self._data.restore_position()
+        if self._validation is not None:  # later: both may read one dataset
+            self._validation.restore_orders("orders")
+
+    def skip_run(self) -> None:
+        for data in (self._validation, self._data):
+            if data is not None:
+                data.restore_orders("orders_left")
+
+    def reset_metrics(self) -> None:
+        self.driver.results.reset()
+
+    def restore_replica_state(self, metrics: Any, averages: Any) -> None:
+        self.driver.state.restore(metrics, averages)
+
+    def share_changes(self, inside_epoch: bool = False) -> None:
+        self.driver.agree_on_weights(inside_epoch)
+
+    def begin_epoch(self) -> None:
+        self._data.begin_epoch()
+
+    def train(
+        self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
+    ) -> None:
+        limit = self.steps_done + max_steps
+        while self.steps_done < limit:
+            pace = min(self._pace.next_steps(), self._most_steps())
+            call = self._data.next_call(min(pace, limit - self.steps_done))
+            if call is None:
+                return
+            on_begin(call.first)
+            with self._pace.timed(call.max_steps):
+                steps = self.driver.run_steps("train", call, self._data.shard.size_known)
+            self._data.advance(steps, call.max_steps)
+            if not steps:
+                continue
+            self._after_steps()
+            self._input_bound.check(self.driver.times, call.iterator)
+            if self._optimizer_read == "steps":
+                self.driver.restore_optimizer()
+            if self._every_batch:
+                self.driver.state.average()
+            if not on_end():
+                return
+
+    def end_epoch(self) -> None:
+        self._data.end_epoch()
+
+    def metrics(self, signals: tuple[float, ...] = ()) -> dict[str, Any]:
+        return self.driver.results.result("train", signals)
+
+    def from_chief(self, numbers: Sequence[float]) -> list[float]:
+        return self.driver.replicas.from_chief(numbers)
+
+    def update_model(self) -> None:
+        self.driver.state.average()
+        if self._optimizer_read != "never":
+            self.driver.restore_optimizer()
+
+    def slot_parts(self) -> SlotParts | None:
+        plans = [plan for update in self.driver.updates if (plan := update.parted) is not None]
+        whole = [slot for plan in plans for slot in plan.whole_slots()]
+        own = [values for p in plans for part in p.parts for values in part.slot_values()]
+        return SlotParts(whole, own) if plans else None
+
+    def replica_state(self, slots: bool) -> tuple[Any, ...]:
+        if slots:
+            with self.driver.replicas.lost_peer_named():
+                for update in self.driver.updates:
+                    update.copy_to_chief()
+        return self.driver.state.rows()
+
+    def position(self, in_epoch: bool) -> dict[str, Any]:
+        position = dataclasses.asdict(self._data.position(in_epoch))
+        if self.group.is_chief:
+            self._data.index_files()
+        if self._validation is not None:
+            position["validation"] = dataclasses.asdict(self._validation.position(False))
+        return position
+
+    def finish(self) -> None:
+        self.driver.restore_optimizer()
+        if self._arguments.epochs > 0:
+            for optimizer in optimizers.optimizers_of(self.model)[:1]:
+                optimizer.finalize_variable_values(self.model.trainable_weights)
+
+    def validate(self, callback_list: Any, signals: ValidationSignals | None) -> dict[str, Any]:
+        """Evaluates the model on the validation data; returns the logs."""
+        assert self._validation is not None
+        return run_evaluation(self.driver, self.group, self._validation, callback_list, signals)
+
+
+@goodput.phase("validation")
+def run_evaluation(
+    driver: SyncDriver,
+    group: Group,
+    data: EpochIterator,
+    callback_list: Any,
+    signals: ValidationSignals | None = None,
+) -> dict[str, Any]:
+    """One pass over the data with the steps of `evaluate`; returns the logs.
+
+    Args:
+        signals: exchanged between two calls of the driver.
+    """
+
+    def metrics() -> dict[str, Any]:
+        return driver.results.result("test", signals.local() if signals is not None else ())
+
+    model = driver.model
+    every_batch = any_wants_every_batch(group, callback_list, "test")
+    pace = CallPace(group, model.steps_per_execution, every_batch)
+    model.stop_evaluating = False
+    data.reset()
+    callback_list.on_test_begin()
+    driver.results.reset()
+    data.begin_epoch()
+    while (call := data.next_call(pace.next_steps())) is not None:
+        callback_list.on_test_batch_begin(call.first)
+        with pace.timed(call.max_steps):
+            steps = driver.run_steps("test", call, data.shard.size_known)
+        data.advance(steps, call.max_steps)
+        if steps:
+            number = last_batch_number(
+                data.steps_done, model.steps_per_execution, data.at_epoch_end
+            )
+            callback_list.on_test_batch_end(number, metrics())
+            if signals is not None:
+                signals.respond(driver.results.signals)
+            if every_batch and group.from_chief(lambda: bool(model.stop_evaluating)):
+                break
+    else:
+        data.end_epoch()
+    data.leave()
+    logs = metrics()
+    callback_list.on_test_end(logs)
+    return logs
+
+
+def run_prediction(
+    driver: SyncDriver, group: Group, data: EpochIterator, callback_list: Any
+) -> Any:
+    """One pass over the data with the steps of `predict`; returns the model's outputs."""
+    model, total = driver.model, data.steps_per_epoch
+    every_batch = any_wants_every_batch(group, callback_list, "predict")
+    model.stop_predicting = False
+    callback_list.on_predict_begin()
+    data.begin_epoch()
+    predictions = Predictions(driver, data.iterator)
+    # Each task has a pace of its own, as its pipeline may be longer than those of others.
+    pace = CallPace(Group(0, 1), model.steps_per_execution, every_batch)
+    done, more = 0, True
+    while more and (total is None or done < total):
+        max_steps = pace.next_steps()
+        if total is not None:
+            max_steps = min(max_steps, total - done)
+        callback_list.on_predict_batch_begin(done)
+        with pace.timed(max_steps):
+            steps = predictions.extend(max_steps)
+        if every_batch:  # where each worker has a pipeline of its own, it may end before the others
+            steps = max(group.from_all(steps))
+        done += steps
+        data.advance(steps, steps)
+        more = steps == max_steps
+        if not steps:
+            break
+        logs = {"outputs": predictions.assembled(of_last_call=True)} if every_batch else {}
+        number = last_batch_number(done, model.steps_per_execution, not more or done == total)
+        callback_list.on_predict_batch_end(number, logs)
+        if every_batch and group.from_chief(lambda: bool(model.stop_predicting)):
+            break
+    data.end_epoch()
+    data.leave()
+    callback_list.on_predict_end()
+    return predictions.assembled()

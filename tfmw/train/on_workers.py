@@ -1,0 +1,356 @@
+"""`tfmw.fit(model, data, workers=2)`: trains a model of this process on a new cluster.
+
+A process that has run TensorFlow ops cannot join a cluster, and a notebook's kernel has usually run
+some. So the model and the data are sent to new processes and trained there. Weights, optimizer
+state and History are copied back into the caller's objects.
+
+The model is sent with the classes and functions that a notebook defines (`pickling`), a
+`tf.data.Dataset` as its graph, arrays and callables as they are. On this machine nothing is written
+to disk, and only children of this process receive it; with `on=` an engine carries it to the tasks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw import data
+from tfmw.cluster import membership
+from tfmw.cluster.cluster import MEMBER
+from tfmw.compat import datasets, models
+from tfmw.compat.shuffles import ShuffleSeeds
+from tfmw.data import reshuffles
+from tfmw.data.random_state import restore_random_state
+from tfmw.errors import Preempted, UsageError, first_line, is_whole
+from tfmw.launcher import call
+from tfmw.launcher.engines import agent, submit
+from tfmw.launcher.engines.engine import Engine
+from tfmw.launcher.output import is_watched
+from tfmw.launcher.run import launch
+from tfmw.observe import trackers
+from tfmw.storage import disk
+from tfmw.train import pickling
+from tfmw.train.arguments import FitArguments
+from tfmw.train.checkpoint import state
+from tfmw.train.checkpoint.store import BackupStore
+
+_ELASTIC_RESTARTS = 100
+_BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
+_BACKUP_OF_JOB_EVERY = "10 s"  # it travels to the job's controller
+
+_KEPT_BY_JOB = "(kept by the job)"
+"""In place of a `backup_dir`: each task's own folder, whose newest backup the engine keeps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _SentDataset:
+    """A dataset as its graph and the spec of its elements.
+
+    Attributes:
+        orders: name of a generator of the graph -> (the seeds of its shuffle, its passes so far).
+    """
+
+    graph: bytes
+    spec: Any
+    orders: Mapping[str, tuple[list[int], int]]
+
+    def open(self, opened: dict[str, tf.data.Dataset]) -> tf.data.Dataset:
+        """The dataset, whose shuffles go on.
+
+        Args:
+            opened: shuffles by the names of their generators, which datasets share.
+        """
+        graph = tf.compat.v1.GraphDef.FromString(self.graph)
+        for _, handle, again in list(reshuffles.generators_in(graph.node)):
+            name = reshuffles.name_of(handle)
+            if name not in opened:
+                seeds, passes = self.orders[name]
+                opened[name] = datasets.small_shuffle(seeds, again)
+                ShuffleSeeds(opened[name]).passes = passes
+            reshuffles.share(handle, opened[name])
+        return datasets.dataset_from_graph(graph, self.spec)
+
+
+def fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> keras.callbacks.History:
+    """Trains on new processes and brings the result back.
+
+    Args:
+        fit: `tfmw.fit`, which each worker calls.
+        arguments: of the call, with a number of workers.
+
+    Returns:
+        The History of the run; where `arguments.model` is a model, it is trained in place.
+
+    Raises:
+        UsageError: an argument cannot be sent to other processes; this process is part of a
+            cluster; or another strategy than multi-worker mirroring.
+        KeyboardInterrupt, Preempted: the workers were stopped; the model has the weights of their
+            last backup.
+        SystemExit: they were stopped by SIGTERM and there is no `backup_dir`; the model has the
+            weights of their last step.
+    """
+    model, workers = arguments.model, arguments.workers
+    if not membership.current_cluster().is_single:
+        raise UsageError(
+            f"workers={workers} starts new processes, and this process is already part of "
+            f"{membership.current_cluster()!r}: leave workers= out."
+        )
+    if arguments.strategy not in ("auto", "multi_worker_mirrored"):
+        raise UsageError(
+            f"workers={workers} trains with multi-worker mirroring, received "
+            f"strategy={arguments.strategy!r}: leave one of the two out."
+        )
+    engine = submit.engine_of(arguments.on)
+    here = engine.name == "local"
+    if here and not is_whole(workers, 1):
+        raise UsageError(
+            f"received workers={workers!r}: expected a number of processes, such as 2."
+        )
+    sent = dataclasses.replace(
+        arguments,
+        x=_sent(arguments.x, "x"),
+        validation_data=_sent(arguments.validation_data, "validation_data"),
+        workers=None,
+        on="local",
+    )
+    if isinstance(model, keras.Model):
+        _build(arguments)
+    if here:
+        chief = _train_here(fit, sent, workers)
+    else:
+        chief = _train_on_engine(fit, sent, workers, engine)
+    history = keras.callbacks.History()
+    history.history, history.epoch = chief["history"], chief["epoch"]
+    history.params = chief["params"]
+    _follow_orders([sent.x, sent.validation_data], chief["orders"])
+    if isinstance(model, keras.Model):
+        state.restore(model, chief["tensors"])
+        history.set_model(model)
+        model.history = history
+    return history
+
+
+def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Any) -> dict[str, Any]:
+    """Trains on processes of this machine; returns what the chief returned."""
+    backup_dir, elastic = sent.backup_dir, bool(sent.sync_elastic)
+    resumes = backup_dir is not None
+    with contextlib.ExitStack() as stack:
+        if backup_dir is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfmw-fit-"))
+            backup_dir = os.path.join(folder, "backups")
+            sent = dataclasses.replace(sent, backup_dir=backup_dir, backup_every=_BACKUP_EVERY)
+        try:
+            chief, *_ = launch(
+                _train,
+                _packed(fit, sent),
+                workers,
+                elastic=elastic,
+                max_restarts=_ELASTIC_RESTARTS if elastic else 0,
+            )
+        except (KeyboardInterrupt, Preempted) as stopped:
+            _restore_newest_backup(sent.model, backup_dir)
+            if resumes or isinstance(stopped, KeyboardInterrupt):
+                raise
+            print("without backup_dir= the same command starts anew", flush=True)
+            raise SystemExit(128 + signal.SIGTERM) from None
+    return chief
+
+
+def _train_on_engine(
+    fit: Callable[..., Any], sent: FitArguments, workers: Any, engine: Engine
+) -> dict[str, Any]:
+    """Trains where the engine places the tasks; returns what the chief returned."""
+    paths: dict[str, Any] = {
+        name: disk.absolute(os.fspath(path))
+        for name in ("backup_dir", "export_dir")
+        if (path := getattr(sent, name)) is not None
+    }
+    directories = {"backup_dir": paths["backup_dir"]} if "backup_dir" in paths else {}
+    if not directories:
+        paths |= {"backup_dir": _KEPT_BY_JOB, "backup_every": _BACKUP_OF_JOB_EVERY}
+    submitted = submit.start(
+        engine,
+        call.pack(_train, _packed(fit, dataclasses.replace(sent, **paths))),
+        workers,
+        engine.max_restarts,
+        live=is_watched(sys.stdout),
+        directories=directories,
+    )
+    with submit.held(submitted) as job:
+        try:
+            job.logs(follow=True)
+            return dict(job.result()[0])
+        except KeyboardInterrupt:
+            job.cancel()
+            with tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder:
+                if directories:
+                    folder = directories["backup_dir"]
+                elif archive := job.backup():
+                    agent.unpack(archive, Path(folder))
+                _restore_newest_backup(sent.model, folder)
+            raise
+
+
+def _packed(fit: Callable[..., Any], sent: FitArguments) -> tuple[Any, ...]:
+    """The arguments of `_train`."""
+    large: list[pickle.PickleBuffer] = []
+    return fit, pickling.pack((sent, _process_settings()), large), large
+
+
+def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict[str, Any]:
+    """In a worker: trains. The chief returns the values for the caller's objects."""
+    sent, process = call.loads(packed, large)
+    _apply(process)
+    model = sent.model
+    model = pickling.settled(model) if isinstance(model, keras.Model) else model()
+    kept = sent.backup_dir == _KEPT_BY_JOB
+    opened: dict[str, tf.data.Dataset] = {}
+    arguments = {
+        **vars(sent),
+        "model": model,
+        "x": _opened(sent.x, opened),
+        "validation_data": _opened(sent.validation_data, opened),
+        "backup_dir": os.environ[agent.BACKUPS] if kept else sent.backup_dir,
+    }
+    history = fit(**arguments)
+    if not membership.current_cluster().is_chief or os.environ.get(MEMBER, "0") != "0":
+        return {}
+    return {
+        "tensors": {name: models.native(v).numpy() for name, v in state.named(model).items()},
+        "history": history.history,
+        "epoch": history.epoch,
+        "params": history.params,
+        "orders": {name: ShuffleSeeds(shuffle).passes for name, shuffle in opened.items()},
+    }
+
+
+def _process_settings() -> dict[str, Any]:
+    """Settings of this process that decide its results, beside the model and the data.
+
+    The workers begin where the caller's process is: shuffled arrays then have the order that they
+    have in one process, and a function that makes a model or a dataset makes the same one.
+    """
+    return {
+        "random": state.all_random_state(),  # of Python and NumPy
+        "seeds": datasets.seed_state(),  # of TensorFlow and Keras
+        "floatx": keras.config.floatx(),
+        "epsilon": keras.config.epsilon(),
+        "image_data_format": keras.config.image_data_format(),
+        "dtype_policy": keras.dtype_policies.serialize(keras.config.dtype_policy()),
+        "trackers": trackers.active_runs(),
+    }
+
+
+def _apply(settings: Mapping[str, Any]) -> None:
+    """Makes settings of another process this process's own."""
+    datasets.set_seed_state(settings["seeds"])
+    restore_random_state(settings["random"])
+    models.set_unseeded_state(settings["random"]["keras"])
+    keras.config.set_floatx(settings["floatx"])
+    keras.config.set_epsilon(settings["epsilon"])
+    keras.config.set_image_data_format(settings["image_data_format"])
+    policy = keras.dtype_policies.deserialize(settings["dtype_policy"])
+    keras.config.set_dtype_policy(policy)
+    trackers.adopt(settings["trackers"])
+
+
+def _build(arguments: FitArguments) -> None:
+    """Builds the caller's model, so that it has variables for the trained values."""
+    model = arguments.model
+    if not model.compiled:
+        raise UsageError(
+            "the model is not compiled: call model.compile(optimizer=..., loss=...) before "
+            "tfmw.fit()."
+        )
+    if not models.needs_build(model):
+        return
+    source = data.Source(arguments.x, arguments.y, arguments.sample_weight, arguments.batch_size)
+    shard = source.shard(data.Sharding(), data.Order())
+    models.build_all(model, shard.element_spec)
+
+
+def _sent(x: Any, what: str) -> Any:
+    if isinstance(x, dict):
+        return {k: _sent(v, what) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(_sent(v, what) for v in x)
+    if isinstance(x, tf.Tensor):
+        return x.numpy()
+    if hasattr(x, "__next__"):
+        raise UsageError(
+            f"{what} is a generator, which cannot be sent to other processes: pass a callable "
+            "that takes a tf.distribute.InputContext and returns a tf.data.Dataset."
+        )
+    if not datasets.is_dataset(x):
+        return x
+    alternative = (
+        "pass a callable that builds it in each process: "
+        "tfmw.fit(model, lambda context: make_dataset(context), workers=...)."
+    )
+    if python := sorted(datasets.python_ops(datasets.dataset_graph(x))):
+        raise UsageError(
+            f"{what} is a dataset that holds Python functions ({', '.join(python)}), which cannot "
+            f"be sent to other processes: {alternative}"
+        )
+    try:
+        graph = datasets.dataset_graph(x, for_other_process=True)
+    except tf.errors.OpError as e:
+        why = re.sub(r"\{\{.*?\}\}\s*| \[Op:.*", "", first_line(e))[:200]
+        raise UsageError(
+            f"{what} is a dataset that uses state of this process, such as a variable or a table "
+            f"({why}): {alternative}"
+        ) from e
+    orders = {}
+    by_name = {node.name: node for node in graph.node}
+    for node, handle, again in reshuffles.generators_in(graph.node):
+        theirs = ShuffleSeeds(reshuffles.shuffle_of(handle))
+        seeds = reshuffles.seeds_of(node, by_name) if again else None
+        orders[reshuffles.name_of(handle)] = seeds or theirs.pair, theirs.passes
+    return _SentDataset(graph.SerializeToString(), x.element_spec, orders)
+
+
+def _opened(x: Any, opened: dict[str, tf.data.Dataset]) -> Any:
+    """The argument of `_sent`; see `_SentDataset.open`."""
+    if isinstance(x, _SentDataset):
+        return x.open(opened)
+    if isinstance(x, dict):
+        return {k: _opened(v, opened) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(_opened(v, opened) for v in x)
+    return x
+
+
+def _follow_orders(sent: Any, orders: Mapping[str, int]) -> None:
+    """Gives the caller's datasets the passes that the workers have begun."""
+    for dataset in tf.nest.flatten(sent):
+        if isinstance(dataset, _SentDataset):
+            graph = tf.compat.v1.GraphDef.FromString(dataset.graph)
+            for _, handle, _ in reshuffles.generators_in(graph.node):
+                passes = orders[reshuffles.name_of(handle)]
+                ShuffleSeeds(reshuffles.shuffle_of(handle)).passes = passes
+
+
+def _restore_newest_backup(model: Any, backup_dir: str | os.PathLike[str]) -> None:
+    """Restores the newest backup of the stopped workers into the caller's model, if it has one."""
+    if not isinstance(model, keras.Model):
+        return
+    found = BackupStore(backup_dir).newest_intact(lambda backup: (backup.step, backup.tensors()))
+    if found is None:
+        print("stopped before the first backup; the model is unchanged")
+        return
+    step, tensors = found
+    state.restore(model, {k: np.asarray(v) for k, v in tensors.items()})
+    print(f"stopped; the model has the weights of step {step}")

@@ -1,0 +1,184 @@
+"""The training loop's driver for parameter servers: steps on workers, weights fetched on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw.cluster.membership import JoinedCluster
+from tfmw.compat import models, placement
+from tfmw.compat.metric_variables import assign_flat, metric_variables, python_logs
+from tfmw.errors import UsageError
+from tfmw.observe.step_times import StepTimes
+from tfmw.train.arguments import FitArguments
+from tfmw.train.fit_context import FitContext
+from tfmw.train.parameter_server import worker_data
+from tfmw.train.parameter_server.coordinator import PsDriver
+
+
+class ParameterServerTraining:
+    """Training steps on the workers of a cluster; a `tfmw.train.loop.Driver`.
+
+    The user's model stays on the coordinator. The servers' values are copied into it when they are
+    needed: after an epoch, for a backup, at the end.
+
+    Args:
+        arguments: of the call; `steps_per_epoch` counts updates, over all workers.
+        record: of the backup from which the run resumes, or None.
+
+    Raises:
+        UsageError: no `steps_per_epoch`, or an optimizer or layer that parameter servers do not
+            support.
+    """
+
+    trains_in_place = False
+    ordinary_model = None  # callbacks see the user's model, which is one all the time
+
+    def __init__(
+        self,
+        context: FitContext,
+        arguments: FitArguments,
+        servers: JoinedCluster,
+        record: dict[str, Any] | None,
+    ):
+        if arguments.steps_per_epoch is None:
+            raise UsageError(
+                "steps_per_epoch was not given: parameter-server training has no end of the data, "
+                "as each worker reads all of it at its own pace; pass steps_per_epoch=..., the "
+                "number of updates in an epoch, for example examples // batch_size."
+            )
+        placement.refuse_raw_variables(context.model)
+        self.model = context.model
+        self.strategy = tf.distribute.get_strategy()
+        self.group = context.group
+        self.steps_per_epoch: int = arguments.steps_per_epoch
+        self.batch_size = arguments.batch_size
+        self.steps_done = 0
+        self.times: StepTimes | None = None  # workers make the steps
+        self.signals: list[float] = []
+        self._source = arguments.source
+        self._servers = servers
+        self.driver: PsDriver  # of the steps, from `start` on
+        self._stack = contextlib.ExitStack()
+        position = (None if record is None else record["feed"]) or {}
+        self._restored_steps: int = position.get("done", 0)
+        self._model_is_read = True
+        self._is_current = True  # whether the user's model has the servers' weights
+        self._finished = False
+        self._dropped_before = 0
+        if models.needs_build(self.model):
+            context.build(self.element_spec)
+
+    def __enter__(self) -> ParameterServerTraining:
+        self._stack.enter_context(models.unseeded_generator())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    @functools.cached_property
+    def element_spec(self) -> Any:
+        """Structure of tf.TensorSpec, of one batch."""
+        return worker_data.for_workers(self._source, 1)[1]
+
+    # ------------------------------------------------------------ what the loop asks
+
+    @property
+    def examples(self) -> int:
+        """Examples of all steps so far, over all workers."""
+        return self.driver.examples if hasattr(self, "driver") else 0
+
+    @property
+    def at_epoch_end(self) -> bool:
+        return self.steps_done >= self.steps_per_epoch
+
+    @property
+    def resumes_inside_epoch(self) -> bool:
+        return self._restored_steps > 0
+
+    def start(self, every_batch: bool, model_is_read: bool, optimizer_read: str) -> None:
+        del optimizer_read  # it is updated together with the model
+        del every_batch  # workers run many steps between two calls of the coordinator
+        self._model_is_read = model_is_read
+        self.driver = PsDriver(self.model, self._servers, self._source)
+
+    def restore_position(self) -> None:
+        """Restores the number of updates only: workers read at their own pace."""
+        self.steps_done = self._restored_steps
+
+    def skip_run(self) -> None:
+        """Does nothing: workers begin to read anew in each call."""
+
+    def reset_metrics(self) -> None:
+        self.model.reset_metrics()
+
+    def restore_replica_state(self, metrics: np.ndarray, averages: np.ndarray) -> None:
+        del averages  # moving averages exist on the servers only
+        assign_flat(map(models.native, metric_variables(self.model)), metrics.sum(axis=0))
+
+    def share_changes(self, inside_epoch: bool = False) -> None:
+        if not self._finished:
+            self.driver.server_variables.push()
+
+    def begin_epoch(self) -> None:
+        self.steps_done, self._restored_steps = self._restored_steps, 0
+        self._dropped_before = self.driver.dropped or 0
+
+    def train(
+        self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
+    ) -> None:
+        begun = self.steps_done
+
+        def after(steps: int) -> bool:
+            self.steps_done = begun + steps
+            on_begin(self.steps_done - 1)
+            return on_end()
+
+        self._is_current = False
+        limit = min(max_steps, self.steps_per_epoch - begun)
+        self.steps_done = begun + self.driver.train(limit, after)
+
+    def end_epoch(self) -> None:
+        """Does nothing: workers continue to read."""
+
+    def metrics(self, signals: tuple[float, ...] = ()) -> dict[str, Any]:
+        self.signals = list(signals)
+        logs = python_logs(self.model.get_metrics_result())
+        if self.driver.dropped is not None:
+            logs["dropped_gradients"] = float(self.driver.dropped - self._dropped_before)
+        return logs
+
+    def from_chief(self, numbers: Sequence[float]) -> list[float]:
+        return list(numbers)  # only the coordinator runs the loop
+
+    def update_model(self) -> None:
+        if self._model_is_read:
+            self._fetch(slots=False)
+
+    def slot_parts(self) -> None:
+        """The servers' slots are fetched by the coordinator."""
+
+    def replica_state(self, slots: bool) -> tuple[np.ndarray, np.ndarray]:
+        self._fetch(slots)
+        variables = metric_variables(self.model)
+        values = [np.ravel(models.native(v).numpy()) for v in variables]
+        metrics = np.concatenate([np.zeros([0]), *values])[None].astype(np.float64)
+        return metrics, np.zeros([1, 0])
+
+    def position(self, in_epoch: bool) -> dict[str, Any]:
+        return {"done": self.steps_done if in_epoch else 0, "begun": in_epoch}
+
+    def finish(self) -> None:
+        self._fetch(slots=True)
+        self._finished = True
+
+    def _fetch(self, slots: bool) -> None:
+        """Fetches weights, unless no step has changed them since the last fetch."""
+        if not self._finished:
+            self.driver.server_variables.fetch(weights=not self._is_current, slots=slots)
+        self._is_current = True

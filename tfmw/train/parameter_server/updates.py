@@ -1,0 +1,342 @@
+"""The updates of a step: gradients on their way to the servers, and what these do with them.
+
+    with taking_gradients(optimizer, take): ...       # optimizer.apply calls take(optimizer, grads)
+    updates = Updates(server_variables, remote, travel)
+    by_server = updates.of_gradients(optimizer, grads, fetched)        # on a worker, see `exchange`
+    updates.run(index, optimizer, [([gradient], update), ...])         # on a server
+
+The user's own optimizer computes each update, on the server. While it runs, its Keras variables
+hold the server's variables and slots (`models.substituted`), or some of their rows (`ServerRows`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw.compat import models, objects, optimizers, parameter_servers
+from tfmw.compat.objects import contains
+from tfmw.tables.shards import MultiTableLookup, Route, VariableShard
+from tfmw.train.parameter_server.lookups import Fetched, RowTransfer
+from tfmw.train.parameter_server.variables import ServerPack, ServerVariables
+
+Grads = list[tuple[Any, Any]]
+"""(gradient, Keras variable), as an optimizer is given them."""
+
+Update = tuple[list[tf.Tensor], Callable[..., None]]
+"""(tensors that a worker sends, what changes a server's variables with them)."""
+
+StepUpdates = dict[int, list[Update]]
+"""The changes of one step by server, in this order."""
+
+
+@contextlib.contextmanager
+def taking_gradients(optimizer: Any, take: Callable[[Any, Grads], None]) -> Iterator[None]:
+    """Makes `optimizer.apply` call `take(optimizer, grads)`, in place of its own update."""
+    keras_apply = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        variables = trainable_variables
+        if variables is None:
+            variables = optimizers.variables_of(optimizer)
+        dense = [_densified(g, v) for g, v in zip(grads, variables, strict=True)]
+        keras_apply(dense, trainable_variables)
+
+    def update_step(grads: Any, variables: Any, learning_rate: Any) -> None:
+        del learning_rate  # each server computes its own
+        take(optimizer, list(zip(grads, variables, strict=True)))
+
+    overrides: list[tuple[Any, str, Any]] = [
+        (optimizer, "apply", apply),
+        (optimizer, "_backend_update_step", update_step),
+        (optimizer, "_apply_weight_decay", lambda variables: None),
+    ]
+    with objects.overridden(overrides):
+        yield
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Updates:
+    """Updates of the variables of one model."""
+
+    server_variables: ServerVariables
+    remote: list[Any]  # the Keras variables whose rows stay on their servers
+    travel: RowTransfer
+
+    # ------------------------------------------------------------ on a worker
+
+    def of_gradients(self, optimizer: Any, grads: Grads, fetched: Fetched) -> dict[int, Update]:
+        """By server, the update that follows from the gradients of a worker's step.
+
+        All servers count the step, and none before there are gradients: each is sent a tensor.
+
+        Args:
+            fetched: the rows that the step has looked up.
+        """
+        todo: StepUpdates = {where: [] for where in range(self.server_variables.servers)}
+        dense, rows = self._dense(optimizer, grads), self._rows(optimizer, grads, fetched)
+        for where, update in itertools.chain(dense, rows):
+            todo[where].append(update)
+        found: dict[int, Update] = {}
+        for where, updates in todo.items():
+            sent = [tensor for tensors, _ in updates for tensor in tensors]
+            if not sent:
+                gradient = grads[0][0]
+                is_sparse = isinstance(gradient, tf.IndexedSlices)
+                sent = [tf.cast(tf.size(gradient.values if is_sparse else gradient), tf.int64)]
+            found[where] = sent, functools.partial(self.run, where, optimizer, updates)
+        return found
+
+    def _dense(self, optimizer: Any, grads: Grads) -> Iterator[tuple[int, Update]]:
+        """(server, update) of variables that are whole on one server."""
+        by_variable = {id(v): g for g, v in grads}
+        here = [v for _, v in grads if not contains(v, self.remote)]
+
+        for pack in self.server_variables.packs(here):
+            flat = pack.pack(by_variable[id(v)] for v in pack.variables)
+            yield pack.server, ([flat], functools.partial(self.update_pack, optimizer, pack))
+
+    def _rows(self, optimizer: Any, grads: Grads, fetched: Fetched) -> Iterator[tuple[int, Update]]:
+        """(server, update) of the variables whose rows stay on their servers."""
+        shards_of = self.server_variables.shards
+        together: dict[Any, Grads] = {}
+        for grad, variable in grads:
+            if not contains(variable, self.remote):
+                continue
+            if not isinstance(grad, tf.IndexedSlices):
+                for shard in shards_of(variable):
+                    part = grad[shard.start : shard.stop] if shard.stop else grad
+                    update = functools.partial(self.update_whole, optimizer, shard, variable)
+                    yield shard.server, ([part], update)
+            elif contains(variable, self.server_variables.divided) or (
+                optimizers.updates_rows_alone(optimizer)
+            ):
+                decays = optimizers.uses_weight_decay(optimizer, variable)
+                kind = grad.dtype, tuple(variable.shape[1:]), decays
+                together.setdefault(kind, []).append((grad, variable))
+            else:
+                (shard,) = shards_of(variable)
+                route = MultiTableLookup([[shard]]).route([_ids(grad)])
+                own, ids = route.send([grad.values])[shard.server], route.asked[shard.server][1]
+                every = functools.partial(self.update_every_row, optimizer, shard, variable)
+                yield shard.server, ([own, ids], every)
+        for grads_together in together.values():
+            members, group, route = self._route(grads_together, fetched)
+            rows = route.send([grad.values for grad, _ in members])
+            for where, (sizes, ids) in route.asked.items():
+                shards = [(members[number][1], shard) for number, shard in group.shards[where]]
+                of_rows = functools.partial(self.update_rows, optimizer, shards)
+                sent = tf.cast(rows[where], self.travel.sent_as(rows[where].dtype))
+                yield where, ([sizes, ids, sent], of_rows)
+
+    def _route(self, grads: Grads, fetched: Fetched) -> tuple[Grads, MultiTableLookup, Route]:
+        """The route of gradients: as a rule that of the rows that were fetched for the step.
+
+        Returns:
+            (the gradients in the order of the group, their tables, their way).
+        """
+        by_variable = {id(variable): (grad, variable) for grad, variable in grads}
+        for variables, ids, group, route in fetched.groups:
+            # Layers are called in any order, also in the reverse of their variables'.
+            ordered = [by_variable[id(v)] for v in variables if id(v) in by_variable]
+            if len(ordered) == len(variables) == len(grads) and all(
+                grad.indices is own for (grad, _), own in zip(ordered, ids, strict=True)
+            ):
+                return ordered, group, route
+        group = MultiTableLookup([self.server_variables.shards(variable) for _, variable in grads])
+        return grads, group, group.route([_ids(grad) for grad, _ in grads])
+
+    # ------------------------------------------------------------ on a server
+
+    def run(self, where: int, optimizer: Any, updates: list[Update], *sent: tf.Tensor) -> None:
+        """Makes an optimizer's updates of one step on server `where`, and counts the step there.
+
+        Each server has its own copies of the optimizer's scalars: the step number and the learning
+        rate.
+
+        Args:
+            sent: the tensors of these updates, as they have arrived.
+        """
+        scalars = [
+            (v, ReadOnlyScalar(copies[where])) for v, copies in self.server_variables.scalars
+        ]
+        stable = optimizers.stable_variable_keys([optimizer], self.server_variables.trainable)
+        arrived = iter(sent)
+        with stable, models.substituted(scalars):
+            for tensors, update in updates:
+                update(*itertools.islice(arrived, len(tensors)))
+        for variable, copies in self.server_variables.scalars:
+            if variable is optimizer.iterations:
+                copies[where].assign_add(1)
+
+    def update_pack(self, optimizer: Any, pack: ServerPack, flat: tf.Tensor) -> None:
+        """Updates the variables of a pack with their gradients."""
+        parts = pack.unpack(flat).values()
+        for variable, grad in zip(pack.variables, parts, strict=True):
+            self.update_whole(optimizer, self.server_variables.shard(variable), variable, grad)
+
+    def _pairs(self, variable: Any, shard: VariableShard) -> list[tuple[Any, Any]]:
+        """(Keras variable or slot, its rows in a shard); `variable` first."""
+        slots = self.server_variables.slots_of(variable)
+        return [(variable, shard.variable), *((s, shard.slots[id(s)]) for s in slots)]
+
+    def update_whole(self, optimizer: Any, shard: VariableShard, variable: Any, grad: Any) -> None:
+        """Updates a shard with a dense gradient of its shape, as `optimizer.apply` would."""
+        with tf.control_dependencies(shard.mark_changed()):
+            _apply(optimizer, variable, grad, self._pairs(variable, shard))
+        if variable.constraint is not None:
+            shard.variable.assign(variable.constraint(shard.variable.read_value()))
+
+    def update_rows(
+        self,
+        optimizer: Any,
+        shards: Sequence[tuple[Any, VariableShard]],
+        sizes: tf.Tensor,
+        ids: tf.Tensor,
+        rows: tf.Tensor,
+    ) -> None:
+        """Updates some rows of shards, these only, whatever the optimizer.
+
+        Args:
+            shards: (Keras variable, shard that has its rows on this server), of one shape and type
+                of a row; see `MultiTableLookup`.
+            sizes: int64 [shards], how many rows of each.
+            ids: int64 [n], the rows, counted from the start of their shard, each at most once.
+            rows: [n, ...], their gradients, perhaps in a shorter type.
+        """
+        rows = tf.cast(rows, shards[0][1].variable.dtype)
+        each = tf.split(ids, sizes, num=len(shards)) if len(shards) > 1 else [ids]
+        trues = tf.split(tf.fill(tf.shape(ids), True), sizes, num=len(shards))
+        marked = [
+            op
+            for (_, shard), where, true in zip(shards, each, trues, strict=True)
+            for op in shard.mark_changed(where, true)
+        ]
+        with tf.control_dependencies(marked):
+            pairs = [  # the variables of all shards, then their slots of each kind
+                (of_kind[0][0], ServerRows([held for _, held in of_kind], each, sizes))
+                for of_kind in zip(*itertools.starmap(self._pairs, shards), strict=True)
+            ]
+            _apply(optimizer, shards[0][0], rows, pairs)
+
+    def update_every_row(
+        self, optimizer: Any, shard: VariableShard, variable: Any, rows: tf.Tensor, ids: tf.Tensor
+    ) -> None:
+        """Updates a whole shard, of which some rows have gradients, as Keras does: all slots decay.
+
+        Args:
+            rows, ids: as of `update_rows`.
+        """
+        shape = shard.variable.shape.as_list()
+        dense = tf.math.unsorted_segment_sum(rows, ids, shape[0])
+        self.update_whole(optimizer, shard, variable, tf.ensure_shape(dense, shape))
+
+
+def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]]) -> None:
+    """Weight decay and the optimizer's own update.
+
+    Args:
+        pairs: (Keras variable or slot, what holds its values or rows here); `variable` first.
+    """
+    with models.substituted(pairs):
+        rate = optimizers.current_learning_rate(optimizer)
+        if optimizers.uses_weight_decay(optimizer, variable):
+            values = pairs[0][1]
+            decay = tf.cast(optimizer.weight_decay, values.dtype)
+            values.assign_sub(tf.convert_to_tensor(values) * decay * tf.cast(rate, values.dtype))
+        optimizer.update_step(grad, variable, rate)
+
+
+class ServerRows:
+    """Some rows of a server's variables, in place of a variable during an optimizer's update.
+
+    Assignments change these rows in place; other rows are neither read nor written. One update of
+    all of them is the same arithmetic as an update of each, in fewer ops. The gradients of a row
+    that occurs several times in a batch are added on the worker, so a server receives each row at
+    most once in a step.
+
+    Args:
+        server_variables: on the server that runs this; their rows have one shape and type.
+        ids: for each int64 [n], each row at most once.
+        sizes: int64 [variables], how many ids of each.
+    """
+
+    def __init__(
+        self, server_variables: Sequence[tf.Variable], ids: Sequence[tf.Tensor], sizes: tf.Tensor
+    ):
+        self._variables = server_variables
+        self._sizes = sizes
+        self._ids = ids
+        # Read even where an update only adds: a gather fetches rows into the cache ahead, a scatter
+        # would wait for each.
+        of_each = zip(server_variables, ids, strict=True)
+        self._rows = tf.concat([tf.gather(variable, own) for variable, own in of_each], axis=0)
+        self.dtype = server_variables[0].dtype
+        self._unique_id = server_variables[0]._unique_id
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """[n, ...], the rows of all variables."""
+        return self._rows.shape
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self._rows, dtype=dtype, name=name)
+
+    def assign(self, value: tf.Tensor) -> None:
+        self._rows = tf.identity(value)
+        self._scatter("scatter_update", value)
+
+    def assign_add(self, value: tf.Tensor) -> None:
+        self._rows = self._rows + value
+        self._scatter("scatter_add", value)
+
+    def assign_sub(self, value: tf.Tensor) -> None:
+        self._rows = self._rows - value
+        self._scatter("scatter_sub", value)
+
+    def _scatter(self, method: str, value: tf.Tensor) -> None:
+        """Calls a method of each variable with its rows of `value`."""
+        each = self._ids
+        parts = tf.split(value, self._sizes, num=len(each)) if len(each) > 1 else [value]
+        for variable, part, own in zip(self._variables, parts, each, strict=True):
+            getattr(variable, method)(tf.IndexedSlices(part, own))
+
+
+class ReadOnlyScalar:
+    """A scalar of the optimizer during a step: updates read it, only `Updates.run` counts.
+
+    `copy` has it, on a server; `value` is that of `copy`, if it has been read.
+    """
+
+    def __init__(self, copy: tf.Variable, value: tf.Tensor | None = None):
+        self._copy = copy
+        self._value = value
+        self.dtype = copy.dtype
+        self.shape = copy.shape
+        self._unique_id = copy._unique_id
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        value = self._copy.read_value() if self._value is None else self._value
+        return tf.convert_to_tensor(value, dtype=dtype, name=name)
+
+    def assign(self, value: Any) -> None:
+        """Ignores Keras's own count of the step; see `Updates.run`."""
+
+
+def _densified(grad: Any, variable: Any) -> Any:
+    """Makes sparse gradients of small variables dense."""
+    if isinstance(grad, tf.IndexedSlices) and not isinstance(
+        models.native(variable), parameter_servers.RemoteRows
+    ):
+        return tf.convert_to_tensor(grad)
+    return grad
+
+
+def _ids(grad: tf.IndexedSlices) -> tf.Tensor:
+    return tf.cast(grad.indices, tf.int64)

@@ -1,0 +1,388 @@
+"""The variables of a model on parameter servers.
+
+    server_variables = ServerVariables(model, servers=2)
+    server_variables.fetch()                  # copies their values into the user's model
+    with models.substituted(pairs): ... # while a worker's function is traced, see `steps`
+
+Three copies of a variable exist during training, and each has one purpose:
+
+* the user's own `tf.Variable` on the coordinator: callbacks, validation, backups and exports read
+  it. It gets the server variable's value at the end of each epoch (`fetch`);
+* the server variable, which receives every update, and on whose server updates are computed;
+* a local copy on each worker, which a step reads and differentiates. It gets the server variable's
+  value at the beginning of each step.
+
+Of a table (`tfmw.tables`) and its slots there is one copy, on the servers. The variables of a
+`HashTableEmbedding` are on the same servers, bucket by bucket.
+
+A server's small variables are sent in one tensor (a `ServerPack`), because the time depends on the
+number of messages more than on their bytes. A variable and its optimizer slots share a server, so
+an update needs the gradient only. Every server has its own copy of the optimizer's scalars (the
+step number, the learning rate).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw.compat import models, placement, table_variables
+from tfmw.compat.objects import contains, unique
+from tfmw.compat.optimizers import (
+    optimizer_slots,
+    optimizers_of,
+    variables_of,
+    with_inner_optimizers,
+)
+from tfmw.errors import UsageError
+from tfmw.tables.hash_table_embedding import HashTableEmbedding
+from tfmw.tables.shards import BLOCK_BYTES, VariableShard, blocks, server
+from tfmw.tables.table import is_table, store_rows, table_of
+
+logger = logging.getLogger("tfmw")
+
+_COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
+
+PACK_BYTES = 1 << 20
+"""Variables of up to this many bytes are sent together; larger ones gain nothing from it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerPack:
+    """Variables of one server and dtype that are sent in one tensor; `is_alone`: a large one."""
+
+    server: int
+    dtype: tf.DType
+    variables: tuple[Any, ...]
+    is_alone: bool
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each variable."""
+        return [int(np.prod(v.shape)) for v in self.variables]
+
+    def pack(self, tensors: Iterable[tf.Tensor]) -> tf.Tensor:
+        """One tensor [elements of all variables] from a tensor for each variable."""
+        return tf.concat([tf.reshape(tf.cast(t, self.dtype), [-1]) for t in tensors], axis=0)
+
+    def unpack(self, flat: tf.Tensor) -> dict[int, tf.Tensor]:
+        """The reverse of `pack`: a tensor for each variable, by the variable's id."""
+        parts = tf.split(flat, self.sizes) if len(self.sizes) > 1 else [flat]
+        return {id(v): tf.reshape(p, v.shape) for v, p in zip(self.variables, parts, strict=True)}
+
+
+class ServerVariables:
+    """The variables of a model on the parameter servers.
+
+    Args:
+        model: compiled and built, with its optimizers built.
+        servers: number of parameter servers.
+        partition: (shape, dtype) -> number of shards, along the first axis.
+
+    Raises:
+        UsageError: an optimizer that is not supported; see `refuse_unsupported`.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        servers: int,
+        partition: Callable[[Sequence[int], tf.DType], int] = lambda shape, dtype: 1,
+    ):
+        self.model = model
+        self.servers = servers
+        self.optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
+        self.seeds = placement.seeds_of(model)
+        self.trainable: list[Any] = list(model.trainable_variables)
+        self.hash_tables = [
+            layer
+            for layer in models.layers_of(model)
+            if isinstance(layer, HashTableEmbedding) and layer.built
+        ]
+        self.steps = [layer.step for layer in self.hash_tables]
+        without = [*self.seeds, *self.steps]
+        weights = unique(model.variables, without)
+        updated = unique(models.state_variables_of(model), without)
+        self.state = [
+            v for v in updated if contains(v, weights) and not contains(v, self.trainable)
+        ]
+        self.frozen = [
+            v for v in weights if not contains(v, self.trainable) and not contains(v, self.state)
+        ]
+        counts = {id(v): _shard_count(v, partition) for v in self.trainable}
+        followers = {id(v): leader for v in weights if (leader := _leader(v)) is not v}
+        counts |= {number: counts.get(id(leader), 1) for number, leader in followers.items()}
+        self.divided = [v for v in weights if is_table(v) or counts.get(id(v), 1) > 1]
+        refuse_unsupported(self.optimizers, self.divided)
+        for variable in self.divided:
+            if not is_table(variable) and id(variable) not in followers:
+                logger.warning(
+                    "%s is divided over the servers, and this process has all of its rows, too: "
+                    "make the model after tfmw.strategies.parameter_server(...) and outside of "
+                    "strategy.scope(), so that only the servers have them",
+                    variable.path,
+                )
+        self._slots: dict[int, list[Any]] = {}
+        for optimizer in self.optimizers:
+            known = variables_of(optimizer)
+            of_each = optimizer_slots(optimizer)
+            for variable, slots in zip(known, of_each, strict=True):
+                self._slots.setdefault(id(variable), []).extend(slots)
+        self._load = [0] * servers
+        self._shards: dict[int, list[VariableShard]] = {}
+        # Large variables first, so that small ones even out the load. Tables are there already.
+        by_size = sorted(weights, key=lambda v: (not is_table(v), -_bytes(v)))
+        for variable in sorted(by_size, key=lambda v: id(v) in followers):
+            self._shards[id(variable)] = self._place(variable, counts.get(id(variable), 1))
+        # Scalars, on every server: each optimizer's step number and learning rate, and the steps of
+        # hash tables, which each server counts.
+        self.scalars: list[tuple[Any, list[tf.Variable]]] = []
+        every = [v for optimizer in self.optimizers for v in optimizer.variables]
+        slots = [slot for of_variable in self._slots.values() for slot in of_variable]
+        for variable in [*unique(every, slots), *self.steps]:
+            copies = [self._create(variable, s) for s in range(servers)]
+            self.scalars.append((variable, copies))
+        # One server counts: one that receives gradients, so that a count follows its update.
+        self.home = self.shards(by_size[0])[0].server
+        with tf.device(server(self.home)):
+            self.tickets = tf.Variable(0, dtype=tf.int64, trainable=False, name="tickets")
+            self.applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="applied")
+        self._weights = weights
+        # By id, values that coordinator and servers share; no copy until one changes.
+        self._known = {id(v): models.native(v).read_value() for v, _ in self.scalars}
+        self._remember()
+
+    # ------------------------------------------------------------ placing
+
+    def _place(self, variable: Any, count: int) -> list[VariableShard]:
+        table = table_of(variable)
+        if table is not None:
+            return [self._with_slots(variable, number) for number in range(len(table.shards))]
+        leader = _leader(variable)
+        if leader is not variable:
+            beside = functools.partial(_partitioning(variable).rows_beside, _partitioning(leader))
+            return [
+                self._shard(variable, s.server, *(beside(s.start, s.stop) if s.stop else (0, 0)))
+                for s in self.shards(leader)
+            ]
+        ranges = _partitioning(variable).ranges(count) if count > 1 else [(0, 0)]
+        return [self._shard(variable, int(np.argmin(self._load)), *rows) for rows in ranges]
+
+    def _shard(self, variable: Any, where: int, start: int, stop: int) -> VariableShard:
+        rows = (start, stop) if stop else None
+        slots = {id(s): self._create(s, where, rows) for s in self.slots_of(variable)}
+        return VariableShard(self._create(variable, where, rows), where, start, stop, slots)
+
+    def _with_slots(self, variable: Any, number: int) -> VariableShard:
+        """One shard of a table; of its slots only those are created that are no tables."""
+        shard: VariableShard = models.native(variable).shards[number]
+        slots = {}
+        for slot in self.slots_of(variable):
+            table = table_of(slot)
+            slots[id(slot)] = (
+                self._create(slot, shard.server, (shard.start, shard.stop))
+                if table is None
+                else table.shards[number].variable
+            )
+        own = shard.variable
+        self._load[shard.server] += (1 + len(slots)) * own.shape.num_elements() * own.dtype.size
+        return dataclasses.replace(shard, slots=slots)
+
+    def _create(
+        self, variable: Any, where: int, rows: tuple[int, int] | None = None
+    ) -> tf.Variable:
+        """Creates a variable on a server with the coordinator's value, sent in blocks."""
+        own = models.native(variable)
+        shape = own.shape.as_list()
+        start, stop = rows or (0, shape[0] if shape else 0)
+        if rows is not None:
+            shape = [stop - start, *shape[1:]]
+        size = int(np.prod(shape)) * own.dtype.size
+        self._load[where] += size
+        with tf.device(server(where)):
+            if size <= BLOCK_BYTES:
+                value = own.read_value() if rows is None else own[start:stop]
+                return tf.Variable(value, trainable=own.trainable, name="server_variable")
+            server_variable = tf.Variable(
+                lambda: tf.zeros(shape, own.dtype), trainable=own.trainable, name="server_variable"
+            )
+        shard = VariableShard(server_variable, where, start, stop)
+        for a, b in blocks(start, stop, size // (stop - start)):
+            with tf.device(_COORDINATOR):
+                block = tf.gather(own, tf.range(a, b))
+            store_rows(shard, a, block)
+        return server_variable
+
+    def slots_of(self, variable: Any) -> list[Any]:
+        """The optimizers' slots (Keras variables) of one trainable variable."""
+        return self._slots.get(id(variable), [])
+
+    def shards(self, variable: Any) -> list[VariableShard]:
+        """The shards of a variable, in the order of its rows."""
+        return self._shards[id(variable)]
+
+    def shard(self, variable: Any) -> VariableShard:
+        """The only shard of a variable that is not divided."""
+        (shard,) = self._shards[id(variable)]
+        return shard
+
+    def packs(self, variables: Iterable[Any]) -> list[ServerPack]:
+        """The packs of undivided variables; a large one is alone in its pack."""
+        groups: dict[tuple[int, str, int | None], list[Any]] = {}
+        for variable in variables:
+            dtype = models.native(variable).dtype
+            is_alone = _bytes(variable) > PACK_BYTES or dtype in (tf.string, tf.bool)
+            kind = self.shard(variable).server, dtype.name, id(variable) if is_alone else None
+            groups.setdefault(kind, []).append(variable)
+        return [
+            ServerPack(where, tf.as_dtype(name), tuple(members), alone is not None)
+            for (where, name, alone), members in groups.items()
+        ]
+
+    # ------------------------------------------------------------ the coordinator's copies
+
+    def fetch(self, weights: bool = True, slots: bool = False) -> None:
+        """Copies the servers' values into the user's model; not those of tables.
+
+        Args:
+            weights: whether to copy the model's own variables.
+            slots: whether to copy the optimizer's slots, which are as large as the model or larger.
+        """
+        for variable in unique(self.trainable + self.state):
+            for shard in self.shards(variable):
+                if weights and not is_table(variable):
+                    _fetch(shard.variable, variable, shard)
+                if slots:
+                    for slot in self.slots_of(variable):
+                        if not is_table(slot):
+                            _fetch(shard.slots[id(slot)], slot, shard)
+        counts = [*(optimizer.iterations for optimizer in self.optimizers), *self.steps]
+        for variable, copies in self.scalars:
+            if contains(variable, counts):
+                models.native(variable).assign(copies[self.home].read_value())
+                self._known[id(variable)] = models.native(variable).read_value()
+        if weights:
+            self._remember()
+
+    def _remember(self) -> None:
+        for variable in self._weights:
+            if len(self.shards(variable)) == 1 and _bytes(variable) <= BLOCK_BYTES:
+                self._known[id(variable)] = models.native(variable).read_value()
+
+    def push(self) -> None:
+        """Sends values that callbacks have changed on the coordinator: weights, the learning rate.
+
+        Not weights of more than 64 MB, for which the comparison would cost too much.
+        """
+        known = [v for v in self._weights if id(v) in self._known]
+        self._push([*self.scalars, *((v, [self.shard(v).variable]) for v in known)])
+
+    def push_scalars(self) -> None:
+        """Sends scalars that callbacks have changed on the coordinator: the learning rate."""
+        self._push(self.scalars)
+
+    def _push(self, held: list[tuple[Any, list[tf.Variable]]]) -> None:
+        for variable, copies in held:
+            own = models.native(variable).read_value()
+            if not bool(tf.reduce_all(tf.equal(own, self._known[id(variable)]))):
+                for copy in copies:
+                    copy.assign(own)
+                self._known[id(variable)] = own
+
+
+# Optimizers whose update of an element depends on this element's gradient and slots, and on scalars
+# that they do not change themselves.
+_BY_ROW = (
+    keras.optimizers.SGD,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
+
+
+def refuse_unsupported(optimizers: list[Any], divided: list[Any]) -> None:
+    """Raises UsageError for optimizers whose updates servers cannot compute separately.
+
+    Args:
+        divided: the Keras variables that are divided over servers.
+    """
+    for variable in divided:
+        if variable.constraint is not None:
+            raise UsageError(
+                f"{variable.path} is divided over servers and has a constraint "
+                f"({type(variable.constraint).__name__}), which would need all of its rows after "
+                "each step: leave the constraint out, or the partitioner."
+            )
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if len(list(with_inner_optimizers(optimizer))) > 1:
+            raise UsageError(
+                f"received a {name}, which holds other optimizers: expected one optimizer for "
+                "parameter servers; compile with it alone, in place of loss scaling with "
+                'precision="mixed_bfloat16".'
+            )
+        if optimizer.gradient_accumulation_steps:
+            raise UsageError(
+                f"{name} has gradient_accumulation_steps={optimizer.gradient_accumulation_steps}: "
+                "each worker of a parameter-server cluster updates by itself; use larger batches."
+            )
+        if optimizer.use_ema:
+            raise UsageError(
+                f"{name} has use_ema=True, which parameter servers cannot keep without losing "
+                "updates: average the weights in a callback at the end of each epoch."
+            )
+        if divided and type(optimizer) not in _BY_ROW:
+            names = [kind.__name__ for kind in _BY_ROW]
+            raise UsageError(
+                f"{name} cannot update variables that are divided over servers row by row: "
+                f"expected {', '.join(names[:-1])} or {names[-1]}; or leave the partitioner out."
+            )
+
+
+def _partitioning(variable: Any) -> table_variables.Partitioning:
+    """The partitioning of a variable among servers."""
+    rows = int(variable.shape[0]) if len(variable.shape) else 0
+    return table_variables.partitioning_of(variable) or table_variables.Partitioning(rows, 1)
+
+
+def _leader(variable: Any) -> Any:
+    """The Keras variable that decides where a variable is divided; as a rule itself."""
+    follows = _partitioning(variable).follows
+    return variable if follows is None else _leader(follows)
+
+
+def _shard_count(variable: Any, partition: Callable[[Sequence[int], tf.DType], int]) -> int:
+    count = partition(variable.shape.as_list(), models.native(variable).dtype)
+    return min(count, max(1, _partitioning(variable).units))
+
+
+def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) -> None:
+    """Copies a server variable's rows into the coordinator's variable, block by block."""
+    own = models.native(variable)
+    shape = server_variable.shape.as_list()
+    size = int(np.prod(shape)) * server_variable.dtype.size
+    if not shard.stop and size <= BLOCK_BYTES:
+        own.assign(server_variable.read_value())
+        return
+    for a, b in blocks(0, shape[0], size // max(shape[0], 1)):
+        with tf.device(server(shard.server)):
+            # Reading a variable that had sparse updates copies it whole; gathering rows does not.
+            block = tf.gather(server_variable, tf.range(a, b))
+        with tf.device(_COORDINATOR):
+            rows = tf.range(shard.start + a, shard.start + b)
+            own.scatter_update(tf.IndexedSlices(tf.identity(block), rows))
+
+
+def _bytes(variable: Any) -> int:
+    own = models.native(variable)
+    return int(np.prod(own.shape.as_list())) * max(1, own.dtype.size)
