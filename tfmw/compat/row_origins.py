@@ -44,7 +44,14 @@ _STATELESS = (
     "LookupTableFind",
     "LookupTableFindV2",
 )
-_DISTINCT = ("Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2")
+# Operations -> the index of their output that has each of several ids once.
+_DISTINCT = {
+    **dict.fromkeys(("Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"), 0),
+    # Gradients of `tf.nn.embedding_lookup_sparse`, which Keras calls for sparse ids.
+    **dict.fromkeys((f"SparseSegment{kind}GradV2" for kind in ("Sum", "Mean", "SqrtN")), 1),
+}
+_ELEMENTWISE = ("AddV2", "Cast", "FloorMod", "Identity", "Mul", "Sub")
+_KEEPS_NUMBER = (*_ELEMENTWISE, "EnsureShape", "ExpandDims", "Reshape", "SelectV2", "Squeeze")
 _FLOWS = {
     Origin.SAME: FIXED,
     Origin.REDUCED: Flow("reduced"),
@@ -91,6 +98,12 @@ def _origin(ids: tf.Tensor) -> Origin:
         return Origin.UNKNOWN
     flows = weight.flows
     flow = flows.of(ids)
+    source = ids
+    while source.op.type in _KEEPS_NUMBER:
+        # Keras's `take` selects ids + rows of the table where ids < 0, else the ids.
+        source = source.op.inputs[2 if source.op.type == "SelectV2" else 0]
+    if flow.kind != "fixed" and _DISTINCT.get(source.op.type) == source.value_index:
+        return Origin.REDUCED
     if flow.kind == "fixed":
         return Origin.UNKNOWN if any(map(_draws, flows.operations(ids))) else Origin.SAME
     reduces = flow.kind == "reduced"

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.matrix.row import Case, row
-from tests.matrix.rows.common import adam, compiled, numbers
+from tests.matrix.rows.common import adam, batches, compiled, numbers
 
 
 class Adds(keras.metrics.Metric):
@@ -75,6 +75,48 @@ def counting(metrics: list[Any]) -> keras.Model:
 def adding_up() -> Case:
     data = tf.data.Dataset.from_tensor_slices(numbers()).batch(8)
     return Case(counting(own_metrics()), data, predict=None)
+
+
+class Variables(keras.metrics.Metric):
+    """Counts in variables that its result is."""
+
+    def __init__(self) -> None:
+        super().__init__(name="variables")
+        self.count = self.add_weight(name="count", initializer="zeros", dtype="int32")
+        self.sums = self.add_weight(name="sums", shape=(2,), initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        above = ops.sum(ops.cast(y_pred[:, :2] > 0.4, "float32"), axis=0)
+        self.sums.assign_add(above)
+        self.count.assign_add(ops.cast(ops.sum(above), "int32"))
+
+    def result(self) -> Any:
+        gathered = {"second": tf.gather(self.sums, 1), "first": ops.take(self.sums, 0)}
+        return {"count": self.count, "sums": ops.convert_to_tensor(self.sums), **gathered}
+
+
+class Reporting(keras.Sequential):
+    """A step whose logs are a metric's result, which is a variable, and a metric's variable."""
+
+    def __init__(self, steps: list[Any]) -> None:
+        super().__init__(steps)
+        self.positives = keras.metrics.TruePositives(name="positives")
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        x, y = data
+        self.positives.update_state(y > 0, self(x))
+        logs["positives"] = self.positives.result()
+        return {**logs, "variable": self.positives.accumulator}
+
+
+@row("metrics whose results are their variables", only=("devices", "two"))
+def of_variables() -> Case:
+    x, y = numbers()
+    model = Reporting([keras.Input([5]), layers.Dense(3, activation="sigmoid")])
+    metrics = [Variables(), keras.metrics.FalseNegatives([0.4, 0.6], name="negatives")]
+    model.compile(adam(), "mse", metrics=metrics)
+    return Case(model, batches(x, keras.utils.to_categorical(y)), predict=None)
 
 
 class Scalars(layers.Layer):

@@ -266,7 +266,8 @@ class ReplicaState:
                 assign_flat(copies, rows[sharding.local.start + local])
 
 
-Noted = list[tuple[Any, Any]]  # (result of a metric, the metric) of all local replicas in a step
+# (result of a metric, the metric) of all local replicas in a step; (a variable of a metric, itself)
+Noted = list[tuple[Any, Any]]
 
 
 @dataclasses.dataclass
@@ -274,7 +275,8 @@ class StepLogs:
     """The logs that a step returns: all names in its order, and metrics or values by name."""
 
     names: list[str] = dataclasses.field(default_factory=list)
-    # The metric whose result the log is; or the last value on each local replica of another log.
+    # The metric whose result the log is, or the metric's variable that the log is; or the last
+    # value on each local replica of another log.
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     raw: dict[str, list[tf.Variable]] = dataclasses.field(default_factory=dict)
 
@@ -324,16 +326,23 @@ class StepLogs:
             copies[local].assign(value)
 
     def results(self, model: keras.Model) -> dict[str, Any]:
-        """Name -> result of a metric, for every log that is one."""
+        """Name -> result of a metric, for every log that is one.
+
+        Metrics may return a variable of theirs. It has the value of all replicas only here, within
+        Keras's stateless scope.
+        """
         results = dict(model.get_metrics_result())
-        results.update({name: metric.result() for name, metric in self.metrics.items()})
-        return results
+        for name, metric in self.metrics.items():
+            results[name] = metric if isinstance(metric, keras.Variable) else metric.result()
+        return keras.tree.map_structure(
+            lambda r: tf.convert_to_tensor(r) if isinstance(r, keras.Variable) else r, results
+        )
 
 
 @contextlib.contextmanager
 def noted_results(model: keras.Model) -> Iterator[Noted]:
     """Records the metric of each result tensor, to find the metrics of a custom step's logs."""
-    found: Noted = []
+    found: Noted = [(variable, variable) for variable in metric_variables(model)]
 
     def noting(metric: Any) -> Callable[[], Any]:
         result = metric.result
