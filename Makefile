@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-long test-updates test-fast test-hosts test-oldest test-nightly test-gpu test-keras test-tf-keras test-examples survey bench package lint type docs diagrams notebooks clean
+.PHONY: help demo test test-thorough test-long test-updates test-fast test-hosts test-oldest test-nightly nightly flaky test-gpu test-keras test-tf-keras test-examples survey bench package lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -25,7 +25,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-thorough, make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-nightly, make test-gpu, make test-keras, make test-tf-keras, make test-examples, make survey, make lint, make type,"
+	@echo "make test-thorough, make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-nightly, make nightly, make flaky, make test-gpu, make test-keras, make test-tf-keras, make test-examples, make survey, make lint, make type,"
 	@echo "make package, make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -74,8 +74,8 @@ test: $(DEV)
 	@$(if $(JAVA),,echo "$(NO_JAVA)")
 	@$(PYTEST) -m "not long and not thorough$(if $(MISSING), and $(MISSING))"
 
-# More cases of the kinds that make test has examples of. CI runs half of them, another half for each
-# commit: PART=2, by the commit or by the SEED that a run has printed.
+# More cases of the kinds that make test has examples of. CI runs a quarter of them, another one for each
+# commit: PART=4, by the commit or by the SEED that a run has printed.
 test-thorough: $(DEV)
 	@$(if $(PART),TFMW_TEST_PART=$(PART)) $(if $(SEED),TFMW_TEST_SEED=$(SEED)) $(PYTEST) -m "thorough and not long$(if $(MISSING), and $(MISSING))"
 
@@ -92,20 +92,33 @@ test-updates: $(DEV)
 	    tests/matrix tests/checkpoint/test_restart_fit.py tests/checkpoint/test_resume.py || exit 1; \
 	done; done
 
+# What make test runs, twelve times: quiet, under load, on one core, and in drawn orders, three times
+# each. TESTS: files or other arguments of pytest; SEED: of the orders.
+flaky: $(DEV)
+	@$(BIN)/python -m tests.flaky $(if $(SEED),--seed $(SEED)) \
+	  $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder) \
+	  -m "not long and not thorough$(if $(MISSING), and $(MISSING))" $(TESTS)
+
 # Hosts that come and go, at every point and by many more schedules than make test has. Best as root,
 # for network namespaces (TFMW_TEST_NAMESPACES=0: without them), and with etcd and Slurm.
 test-hosts: $(DEV)
 	@TFMW_TEST_HOSTS=all TFMW_TEST_SCHEDULES=5000 $(BIN)/python -m pytest --timeout 1200 \
 	  $(if $(MISSING),-m "$(MISSING)") tests/hosts
 
-# The oldest TensorFlow and Keras that tfmw works with, in an environment of their own.
+# What CI runs parts of, as it rarely finds a fault: all of it; and the Keras of tonight.
+nightly:
+	@$(MAKE) --no-print-directory --keep-going test-thorough test-oldest test-keras test-nightly
+
+# The oldest TensorFlow and Keras that tfmw works with, in an environment of their own. PART, SEED: as of
+# test-thorough.
 OLDEST := build/oldest
 
 test-oldest: pyproject.toml
 	@test -x $(OLDEST)/bin/python || "$(PYTHON)" -m venv $(OLDEST)
 	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  'tensorflow==2.18.1' 'keras==3.8.0' hypothesis pytest pytest-timeout --editable .
-	@$(OLDEST)/bin/python -m pytest -m "not multiprocess" \
+	@$(if $(PART),TFMW_TEST_PART=$(PART)) $(if $(SEED),TFMW_TEST_SEED=$(SEED)) \
+	  $(OLDEST)/bin/python -m pytest -m "not multiprocess" \
 	  tests/keras_compat/test_keras_compat.py tests/mirrored/test_cached_driver.py tests/layers \
 	  tests/matrix
 

@@ -44,8 +44,11 @@ LONG = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts long files first; leaves out what `part.PART` does."""
-    items.sort(key=_place)
+    """Puts long files first, or draws their order; leaves out what `part.PART` does."""
+    if order := os.environ.get(part.ORDER):
+        items.sort(key=lambda item: part.number(str(item.path), order))
+    else:
+        items.sort(key=_place)
     parts = int(os.environ.get(part.PART, 1))
     if parts > 1:
         kept = part.chosen((item.nodeid for item in items), parts, part.seed())

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.cases import cases, chosen
+from tests.helpers.cases import cases, chosen, each
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster, tfmw_command
 from tfmw.errors import PREEMPTED
 from tfmw.train.checkpoint.store import BackupStore, verify
@@ -102,7 +102,7 @@ def test_each_example_is_trained_on_once_in_each_epoch(run, name, request):
 
 def test_an_interruption_in_the_middle_of_an_epoch_is_backed_up_there(together):
     """Else the tests above would show less than they say."""
-    for name, result in together[0].items():
+    for name, result in each(together[0].items()):
         assert any(begun for _, begun in result["resumed"]["where"]), name
 
 

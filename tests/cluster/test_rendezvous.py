@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.by_hand import free_addresses
-from tests.helpers.cases import cases
+from tests.helpers.cases import cases, each
 from tests.helpers.cluster import PROGRAMS, ROOT
 
 FACTS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
@@ -66,12 +66,11 @@ def test_row_22_all_tasks_raise_if_they_disagree_about_the_cluster(addresses, od
     lists = [addresses, addresses, addresses]
     lists[odd] = [*addresses, "127.0.0.1:1"]
     results = meet(*((config(i, lists[i]), FACTS) for i in range(3)))
-    for result in results:
+    for result in each(results):
         assert result["type"] == "ClusterError"
         assert "tasks disagree about the cluster" in result["error"]
         assert "lists 4" in result["error"]
         assert 'Give every task the same "cluster" in TF_CONFIG' in result["error"]
-        assert result["seconds"] < 30
 
 
 def test_row_22_an_address_that_differs_is_named(addresses):
@@ -79,7 +78,7 @@ def test_row_22_an_address_that_differs_is_named(addresses):
     results = meet(
         (config(0, addresses), FACTS), (config(1, moved), FACTS), (config(2, addresses), FACTS)
     )
-    for result in results:
+    for result in each(results):
         assert (
             f"worker 2 is at '{addresses[2]}' for worker 0, at '127.0.0.1:1' for worker 1"
             in (result["error"])
@@ -96,28 +95,26 @@ def test_two_tasks_with_one_index_raise(addresses):
 def test_row_30_versions_that_differ_are_refused_on_all_tasks(addresses):
     other = {**FACTS, "keras": "3.8.0"}
     results = meet(*((config(i, addresses), f) for i, f in enumerate((FACTS, FACTS, other))))
-    for result in results:
+    for result in each(results):
         assert result["type"] == "ClusterError"
         assert (
             "tasks disagree about keras: worker 0 has 3.15.1, worker 2 has 3.8.0"
             in (result["error"])
         )
-        assert result["seconds"] < 30
 
 
 @pytest.mark.slow
 def test_row_23_a_missing_task_is_named_on_all_others(addresses):
     results = meet(*((config(i, addresses), FACTS) for i in (0, 1)), timeout_s=3)
-    for result in results:
+    for result in each(results):
         assert result["type"] == "TfmwError"
         assert f"worker 2 ({addresses[2]}) did not connect within 3 s" in result["error"]
-        assert result["seconds"] < 15
 
 
 @pytest.mark.slow
 def test_row_23_a_missing_chief_is_named(addresses):
     results = meet(*((config(i, addresses), FACTS) for i in (1, 2)), timeout_s=2)
-    for i, result in enumerate(results, start=1):
+    for i, result in enumerate(each(results), start=1):
         assert (
             f"worker {i} could not reach the chief at {addresses[0]} within 2 s"
             in (result["error"])

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from tests.helpers.cases import each
 from tests.helpers.cluster import ClusterRun, run_cluster
 from tfmw import UsageError, data
 
@@ -75,7 +76,7 @@ def test_each_worker_opens_its_own_files_only(run: ClusterRun, folder: Path) -> 
 
 @pytest.mark.multiprocess
 def test_each_epoch_has_its_own_order(run: ClusterRun) -> None:
-    for worker in run:
+    for worker in each(run):
         assert worker["own files"][0] != worker["own files"][1]
         assert worker["in order"][0] == worker["in order"][1] != worker["own files"][0]
 

@@ -11,11 +11,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tfmw
+from tests.helpers.cases import each
 from tests.helpers.cluster import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -178,7 +180,8 @@ def test_a_newcomer_finds_the_named_files_and_functions():
 
 
 def test_files_that_contributing_names_exist():
-    for file in re.findall(r"`(tfmw/[\w/]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for file in each(re.findall(r"`(tfmw/[\w/]+\.py)`", text)):
         assert (ROOT / file).is_file(), file
 
 
@@ -191,10 +194,15 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_resolve(path):
-    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-    for target in re.findall(r"\]\(([^)#\s]*(?:#[^)\s]*)?)\)", text):
+def links() -> Iterator[tuple[Path, str]]:
+    for path in DOCUMENTS:
+        text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)#\s]*(?:#[^)\s]*)?)\)", text):
+            yield path, target
+
+
+def test_links_resolve():
+    for path, target in each(links()):
         file, _, anchor = target.partition("#")
         if "://" in file:
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from tests.helpers.cases import each
 from tests.helpers.cluster import ROOT
 
 ROWS = range(1, 44)
@@ -37,9 +38,9 @@ def test_every_row_is_there():
 
 
 def test_every_test_that_it_names_is_there():
-    for number, cell in table("contribute/guarantee-tests.md").items():
+    for number, cell in each(table("contribute/guarantee-tests.md").items()):
         file = None
-        for name in re.findall(r"`([^`]+)`", cell):
+        for name in each(re.findall(r"`([^`]+)`", cell)):
             if re.match(r"(\w+/)*test_\w+\.py", name):
                 file, _, name = name.partition("::")
             assert file is not None, f"row {number}: {name} is in no file"

@@ -10,9 +10,11 @@ def run(request): return run_cluster("program.py", *chosen(request, "test_it"))
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 def cases(some: Sequence[Any], more: Sequence[Any] = (), most: Sequence[Any] = ()) -> list[Any]:
@@ -35,3 +37,10 @@ def chosen(request: pytest.FixtureRequest, test: str, parameter: str = "name") -
     items: list[Any] = request.session.items
     found = [i for i in items if i.path == request.path and i.name.startswith(f"{test}[")]
     return [item.callspec.params[parameter] for item in found]
+
+
+def each(found: Iterable[T]) -> list[T]:
+    """What a loop of assertions goes over: a test that finds nothing to compare fails."""
+    listed = list(found)
+    assert listed, "there is nothing to compare"
+    return listed

@@ -84,7 +84,7 @@ def run_cluster(
     workers: int = 2,
     ps: int = 0,
     evaluator: bool = False,
-    timeout_s: float = 120,
+    timeout_s: float = 300,
     env: Mapping[str, str] | None = None,
     status: int | None = 0,
     options: Sequence[str] = (),

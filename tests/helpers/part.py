@@ -12,6 +12,8 @@ from tests.helpers.cluster import ROOT
 
 PART = "TFMW_TEST_PART"
 """Variable: with 2, every second test runs."""
+ORDER = "TFMW_TEST_ORDER"
+"""Variable: draws the order of files; see `tests/flaky.py`."""
 SEED = "TFMW_TEST_SEED"
 """Variable: of the choice; default: the commit."""
 
@@ -32,7 +34,9 @@ def seed() -> str:
 def chosen(tests: Iterable[str], parts: int, seed: str) -> set[str]:
     """The ids of about one of `parts` tests."""
 
-    def number(test: str) -> int:
-        return int.from_bytes(hashlib.sha256(f"{seed} {test}".encode()).digest()[:8])
+    return {test for test in tests if number(test, seed) % parts == 0}
 
-    return {test for test in tests if number(test) % parts == 0}
+
+def number(name: str, seed: str) -> int:
+    """A number that is drawn for a test or a file."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.cases import each
 from tests.helpers.certificates import certificate
 from tests.helpers.cluster import ClusterRun
 from tfmw.launcher import network, proxy
@@ -178,7 +179,7 @@ class TestRun:
     @pytest.mark.parametrize("program", ["urllib", "requests", "tfds"])
     @pytest.mark.parametrize("scheme", ["http", "https"])
     def test_downloads_come(self, downloads, program, scheme):
-        for task in downloads[0]:
+        for task in each(downloads[0]):
             assert task[f"{program} {scheme}"] == CONTENT
 
     @pytest.mark.parametrize("scheme", ["http", "https"])
@@ -186,7 +187,7 @@ class TestRun:
         assert [task[f"post {scheme}"] for task in downloads[0]] == [[1, 10**6]] * 2
 
     def test_mlflow_and_git(self, downloads):
-        for task in downloads[0]:
+        for task in each(downloads[0]):
             assert task["mlflow"] == ["outside"]
             assert "refs/heads/main" in task["git"]
 
@@ -209,7 +210,7 @@ class TestRun:
         assert [task["localhost"] for task in downloads[0]] == [CONTENT] * 2
 
     def test_unknown_host_is_an_error_with_its_name(self, downloads):
-        for task in downloads[0]:
+        for task in each(downloads[0]):
             assert (
                 "502 no connection outside of the private network to nobody.inv" in task["nobody"]
             )

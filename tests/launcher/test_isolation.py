@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.cases import cases
+from tests.helpers.cases import cases, each
 from tests.helpers.cluster import PROGRAMS, ROOT, ClusterRun, tfmw_command
 from tfmw.errors import UsageError
 from tfmw.launcher import isolation
@@ -47,21 +47,21 @@ class TestRow34:
         assert tasks[1]["message"] == "hello"
 
     def test_there_is_only_loopback(self, isolated):
-        for task in isolated[2]:
+        for task in each(isolated[2]):
             assert task["interfaces"][0] == "lo"
             # Other names are templates that the kernel puts into every namespace, all of them down.
             assert not {"eth0", "docker0"} & set(task["interfaces"])
 
     def test_files_and_the_user_stay_the_same(self, isolated):
         _, _, tasks, folder = isolated
-        for index, task in enumerate(tasks):
+        for index, task in enumerate(each(tasks)):
             assert task["user"] == [os.getuid(), os.getgid()]
             assert task["owner"] == os.getuid()
             status = (folder / f"file_{index}").stat()
             assert (status.st_uid, status.st_gid) == (os.getuid(), os.getgid())
 
     def test_descriptors_are_closed_in_the_tasks(self, isolated):
-        for task in isolated[2]:
+        for task in each(isolated[2]):
             assert task["descriptors"] == []
             assert task["left"] == []
 

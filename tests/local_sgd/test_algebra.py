@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.helpers.cases import each
 from tests.helpers.threads import Exchange, in_threads
 from tfmw.train.local_sgd.outer_step import OuterStep, fragments_of
 from tfmw.train.local_sgd.quantized_sum import BLOCK, LEVELS, QuantizedSum
@@ -78,7 +79,7 @@ def test_sgd_of_rate_1_sets_weights_to_their_mean():
     workers = [[RANDOM.normal(size=(3, 2)), RANDOM.normal(size=4)] for _ in range(3)]
     step = outer([np.ones((3, 2)), np.zeros(4)])
     step.apply(0, mean_gradient(step, workers))
-    for common, values in zip(step.common, zip(*workers, strict=True), strict=True):
+    for common, values in zip(each(step.common), zip(*workers, strict=True), strict=True):
         np.testing.assert_allclose(common, np.mean(values, axis=0), atol=1e-6)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tfmw
+from tests.helpers.cases import each
 from tests.helpers.cluster import ClusterRun, run_cluster
 from tests.programs.elastic import EPOCHS, X, Y, made
 from tfmw.errors import UsageError
@@ -82,7 +83,7 @@ def test_the_others_went_on(lost: ClusterRun) -> None:
 
 
 def test_the_lost_ones_have_the_common_weights_at_the_end(lost: ClusterRun) -> None:
-    for member in lost:
+    for member in each(lost):
         np.testing.assert_array_equal(weights(member), weights(lost[0]))
         assert member["epochs"] == list(range(EPOCHS))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import queue
 import socket
 import struct
 import subprocess
@@ -313,12 +314,12 @@ class _WithoutDescriptors:
 
     def __init__(self, listener: socket.socket):
         self._listener = listener
-        self.asked = 0
+        self.asked = queue.SimpleQueue[None]()
         self.left = False
 
     def accept(self) -> Any:
-        self.asked += 1
         if not self.left:
+            self.asked.put(None)
             raise OSError(errno.EMFILE, "Too many open files")
         return self._listener.accept()
 
@@ -326,11 +327,21 @@ class _WithoutDescriptors:
         return getattr(self._listener, name)
 
 
-def test_the_server_waits_for_descriptors() -> None:
+def test_the_server_waits_for_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks again after a pause."""
+    pauses = queue.SimpleQueue[float]()
+    pause = time.sleep
+
+    def noted(seconds: float) -> None:
+        pauses.put(seconds)
+        pause(seconds)
+
+    monkeypatch.setattr(time, "sleep", noted)
     listener: Any = _WithoutDescriptors(sockets.listen("127.0.0.1"))
     with RoundServer(1, KEY, listener):
-        time.sleep(0.35)
-        assert 1 <= listener.asked <= 5
+        for _ in range(3):
+            listener.asked.get(timeout=60)
+        assert [pauses.get(timeout=60) for _ in range(2)] == [0.1, 0.1]
         listener.left = True
         client = RoundClient(f"127.0.0.1:{listener.getsockname()[1]}", 0, 1, KEY)
         client.enter()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tfmw
+from tests.helpers.cases import each
 from tests.helpers.cluster import run_cluster
 from tests.programs import local_sgd
 from tests.programs.local_sgd import DILOCO, TWICE, X, Y, made
@@ -72,8 +73,8 @@ def test_metrics_of_an_epoch_are_sums_over_all_examples(tasks):
 
 @pytest.mark.multiprocess
 def test_all_replicas_have_the_common_weights_at_the_end_of_an_epoch(workers):
-    for name, chiefs in workers[0]["found"].items():
-        for task in workers[1:]:
+    for name, chiefs in each(workers[0]["found"].items()):
+        for task in each(workers[1:]):
             assert task["found"][name]["digest"] == chiefs["digest"], name
             assert task["found"][name]["at epoch ends"] == chiefs["at epoch ends"], name
             assert task["found"][name]["history"] == chiefs["history"], name
@@ -89,7 +90,7 @@ def test_workers_without_examples_make_no_update(tasks):
 @pytest.mark.multiprocess
 def test_each_way_of_exchanging_learns(tasks):
     first = of(tasks, "no rate")["history"]["val_loss"][0]
-    for name, found in tasks[0]["found"].items():
+    for name, found in each(tasks[0]["found"].items()):
         limit = 0.99 if found["rate"] == pytest.approx(0.001) else 0.5  # Adam begins slowly
         if name not in ("no rate", "alike"):
             assert found["history"]["val_loss"][-1] < limit * first, name
@@ -147,8 +148,8 @@ def test_values_are_rounded_between_machines_only(machines):
 @pytest.mark.multiprocess
 @pytest.mark.thorough
 def test_all_workers_of_all_machines_have_the_common_weights(machines):
-    for name, chiefs in machines[0]["found"].items():
-        for task in machines[1:]:
+    for name, chiefs in each(machines[0]["found"].items()):
+        for task in each(machines[1:]):
             assert task["found"][name]["digest"] == chiefs["digest"], name
             assert task["found"][name]["history"] == chiefs["history"], name
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.helpers.cases import cases, chosen
+from tests.helpers.cases import cases, chosen, each
 from tests.helpers.cluster import ClusterRun, run_cluster
 
 pytestmark = pytest.mark.multiprocess
@@ -57,7 +57,7 @@ def test_every_example_once_per_epoch(run: ClusterRun, name: str) -> None:
 
 def test_every_task_counts_the_examples_of_all(run: ClusterRun) -> None:
     """In whatever way the dataset is divided, and whether or not it knows how long it is."""
-    for counts in (task["counts"] for task in run):
+    for counts in each(task["counts"] for task in run):
         assert len(counts) > 12
         assert counts == {n: sum(len(e) for task in run for e in task[n]) for n in counts}
 
@@ -96,7 +96,7 @@ def test_each_task_maps_only_its_shard(run: ClusterRun) -> None:
 
 
 def test_predictions_are_complete_and_in_order_on_every_task(run: ClusterRun) -> None:
-    for task in run:
+    for task in each(run):
         assert all(task["predictions"].values()), task["predictions"]
 
 

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from tests.helpers.cases import each
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster
 
 # `make test` has the demo, the README and the matrix.
@@ -64,7 +65,7 @@ def test_workers_end_with_bitwise_equal_weights_and_logs(two_workers):
 
 
 def test_every_example_once_per_epoch_in_an_unseeded_shuffle(two_workers, two_devices):
-    for result in (*two_workers, *two_devices):
+    for result in each((*two_workers, *two_devices)):
         assert result["not_once"] == [0.0, 0.0]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tfmw
-from tests.helpers.cases import cases, chosen
+from tests.helpers.cases import cases, chosen, each
 from tfmw import strategies
 
 LOOPS = ["batches_of_many_sizes", "clipped_weights", "gan"]
@@ -30,7 +30,7 @@ def tasks(request: pytest.FixtureRequest, run_cluster: Any) -> list[dict[str, An
 
 @pytest.mark.parametrize("loop", cases(LOOPS, MORE_LOOPS))
 def test_a_loop_has_the_numbers_of_one_process(tasks: list[dict[str, Any]], loop: str) -> None:
-    for task in tasks:
+    for task in each(tasks):
         expected, received = task[loop]
         np.testing.assert_allclose(received, expected, rtol=2e-4, atol=2e-5)
 
@@ -47,7 +47,7 @@ def test_compile_takes_effect(tasks: list[dict[str, Any]]) -> None:
 
 
 def test_a_global_seed_takes_effect(tasks: list[dict[str, Any]]) -> None:
-    for first, second in (task["seeded"] for task in tasks):
+    for first, second in each(task["seeded"] for task in tasks):
         assert first == second
 
 
@@ -60,10 +60,9 @@ def test_parameter_servers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_use_is_one_sentence(tasks: list[dict[str, Any]]) -> None:
-    for task in tasks:
-        if "lengths" in task:
-            assert "tensors with [8, 7] rows" in task["lengths"]
-            assert "from within tfmw.fit" in task["within fit"]
+    for task in each(task for task in tasks if "lengths" in task):
+        assert "tensors with [8, 7] rows" in task["lengths"]
+        assert "from within tfmw.fit" in task["within fit"]
 
 
 def test_tasks_that_differ_are_told_so(run_cluster: Any) -> None:

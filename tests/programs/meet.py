@@ -1,20 +1,18 @@
 """Meet the other tasks of a cluster, without TensorFlow: meet.py CONFIG FACTS TIMEOUT_S.
 
-CONFIG is a TF_CONFIG, FACTS what must be the same. Prints {"error": ..., "type": ..., "seconds"}.
+CONFIG is a TF_CONFIG, FACTS what must be the same. Prints {"error": ..., "type": ...}.
 """
 
 import json
 import sys
-import time
 
 from tfmw.cluster import Cluster, rendezvous
 from tfmw.errors import TfmwError
 
 cluster = Cluster.resolve({"TF_CONFIG": sys.argv[1]})
-begin = time.monotonic()
 result = {"error": "", "type": ""}
 try:
     rendezvous.meet(cluster, json.loads(sys.argv[2]), timeout_s=float(sys.argv[3]))
 except TfmwError as error:
     result = {"error": str(error), "type": type(error).__name__}
-print(json.dumps({**result, "seconds": time.monotonic() - begin}))
+print(json.dumps(result))

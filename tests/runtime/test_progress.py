@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent import futures
 
@@ -76,7 +77,9 @@ def test_a_blocking_call_that_fails_has_ended(last):
     assert last().blocked_in == ""
 
 
-def test_without_a_launcher_nothing_is_written(monkeypatch):
+def test_without_a_launcher_nothing_is_written(monkeypatch, tmp_path):
     monkeypatch.delenv(progress.PROGRESS_FILE, raising=False)
+    monkeypatch.chdir(tmp_path)
     with progress.blocking_call("export"):
         progress.report_progress(1)
+    assert os.listdir() == []

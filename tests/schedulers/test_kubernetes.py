@@ -43,7 +43,9 @@ def validate(manifest: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "Job"])
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes-hosts.yaml"])
 def test_the_manifests_are_valid(name: str, kind: str) -> None:
-    validate(manifests(name)[kind])
+    manifest = manifests(name)[kind]
+    validate(manifest)
+    assert manifest["kind"] == kind
 
 
 def test_the_hosts_that_come_and_go_are_the_jobs_pods() -> None:

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests.helpers.cases import each
 from tfmw.cli.reports import problems_of
 from tfmw.train.checkpoint.store import BackupStore
 from tfmw.train.saved_model import export
@@ -56,7 +57,7 @@ def test_row_32_every_damaged_file_of_an_export_is_found(exported: Path) -> None
 
 
 def test_every_damaged_file_of_a_backup_is_found(backups: Path) -> None:
-    for file in (backups / "step_000000000001").iterdir():
+    for file in each((backups / "step_000000000001").iterdir()):
         whole = file.read_bytes()
         flip_a_bit(file)
         assert any("step_000000000001" in p for p in problems_of(str(backups))), file.name

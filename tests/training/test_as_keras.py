@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tfmw
-from tests.helpers.cases import cases, chosen
+from tests.helpers.cases import cases, chosen, each
 from tests.helpers.cluster import ClusterRun, run_cluster
 
 X = np.linspace(0, 1, 40, dtype="float32").reshape(20, 2)
@@ -191,7 +191,7 @@ def test_two_devices_do_as_keras_in_one_process(devices: dict[str, Any], name: s
 def test_two_workers_do_as_keras_in_one_process(
     devices: dict[str, Any], workers: ClusterRun, name: str
 ) -> None:
-    for task in workers:
+    for task in each(workers):
         _assert_equal(task[name], devices["keras"][name])
 
 

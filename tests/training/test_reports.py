@@ -180,10 +180,10 @@ def test_a_taken_port_is_named() -> None:
 
 def test_other_machines_read_where_an_address_is_given() -> None:
     environ = {"TFMW_METRICS_FILE": "none"}
-    port = metrics_server.serve("0.0.0.0:0", from_file=True, environ=environ)
-    socket.create_connection(("127.0.0.2", port)).close()
-    port = metrics_server.serve("[::1]:0", from_file=True, environ=environ)
-    socket.create_connection(("::1", port)).close()
+    for served, reached in [("0.0.0.0:0", "127.0.0.2"), ("[::1]:0", "::1")]:
+        port = metrics_server.serve(served, from_file=True, environ=environ)
+        with socket.create_connection((reached, port)) as peer:
+            assert peer.getpeername()[:2] == (reached, port)
 
 
 def test_the_dashboard_shows_what_is_reported(tmp_path: Path) -> None:
