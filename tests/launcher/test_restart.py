@@ -729,6 +729,23 @@ def test_row_14_a_preempted_launcher_lets_the_tasks_save(serving, number, option
     assert wait_gone(pids, 0) == []
 
 
+@pytest.mark.parametrize("who", ["the launcher", "a task"])
+def test_all_elastic_workers_are_told_to_save(serving, tmp_path, who):
+    """They do not agree on a step."""
+    options = ("--elastic", "--max-restarts=1", "--preempt-grace=600")
+    launcher, pids = serving("*@0=serve_alone", options=options)
+    os.kill(launcher.pid if who == "the launcher" else pids[1], signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=60)
+    if who == "the launcher":
+        assert launcher.returncode == PREEMPTED
+        assert "same command resumes the run" in output.splitlines()[-1]
+    else:
+        assert launcher.returncode == 0
+        assert "attempt 1 starts in 1 s: the tasks of attempt 0 saved their state" in output
+        assert (tmp_path / "worker 0@1.json").exists()
+    assert wait_gone(pids, 0) == []
+
+
 def test_row_14_tasks_that_do_not_save_end_by_the_signal(serving):
     launcher, pids = serving("*@0=wait", options=("--max-restarts", "3"))
     launcher.terminate()

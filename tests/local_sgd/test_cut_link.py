@@ -65,6 +65,7 @@ def test_a_member_behind_a_cut_link_is_left_out_until_it_is_back(tmp_path: Path)
             number: process.communicate(timeout=200)[0] for number, process in members.items()
         }
         assert [p.returncode for p in members.values()] == [0, 0], output
+        server.terminate()
         server.communicate(timeout=20)
     ended = [rounds(tmp_path, member) for member in range(3)]
     numbers = collections.Counter(n for of_one in ended for _, _, some in of_one for n in some)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,7 +14,11 @@ import tfmw
 from tests.helpers.cases import each
 from tests.helpers.cluster import ClusterRun, run_cluster
 from tests.programs.elastic import EPOCHS, X, Y, made
+from tfmw.callbacks import BackupAndRestore
 from tfmw.errors import UsageError
+from tfmw.train.checkpoint.store import BackupStore
+from tfmw.train.local_sgd.local_training import MemberBackups
+from tfmw.train.local_sgd.round_client import RoundClient
 
 ELASTIC = ("--elastic", "--max-restarts", "9")
 
@@ -97,6 +102,52 @@ def test_where_all_are_lost_all_resume_from_their_backups() -> None:
     assert counted(run) == dict.fromkeys(range(len(X)), EPOCHS)
     assert run.output.count("alone: it failed") == 3
     assert len({weights(member).tobytes() for member in run}) == 1
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [["saved=11,11", "1:13:steps"], ["saved=14,11", "0:15:steps", "1:15:steps"]],
+    ids=["one lost", "all lost"],
+)
+def test_backups_between_two_rounds_lose_no_example(losses: list[str]) -> None:
+    """Backups are due after each second and each fifth step, rounds after each third.
+
+    Where all are lost, member 1 has its last backup from an earlier round than member 0.
+    """
+    run = run_cluster(
+        "elastic.py", "lose", "with-backups", "every=2,5", *losses,
+        workers=2, timeout_s=250, options=ELASTIC,
+    )  # fmt: skip
+    assert counted(run) == dict.fromkeys(range(len(X)), EPOCHS)
+    assert run.output.count("alone: it failed") == len(losses) - 1
+    assert len({weights(member).tobytes() for member in run}) == 1
+
+
+def test_all_members_save_and_resume_where_one_is_preempted() -> None:
+    run = run_cluster(
+        "elastic.py", "lose", "with-backups", "0:10:leave",
+        workers=2, timeout_s=250, options=ELASTIC,
+    )  # fmt: skip
+    assert "attempt 1 starts at once: the tasks of attempt 0 saved their state" in run.output
+    assert run.output.count("restored step") == 2
+    assert counted(run) == dict.fromkeys(range(len(X)), EPOCHS)
+    assert len({weights(member).tobytes() for member in run}) == 1
+
+
+@pytest.mark.parametrize("positions", [{}, {"positions": [8, 8]}])
+def test_another_number_of_members_is_refused(positions: dict[str, Any], tmp_path: Path) -> None:
+    """A new member has no backup, and would train on its part of earlier batches again."""
+    client = RoundClient("127.0.0.1:1", 0, 3, b"key")
+    record = {"done": False, "run": "another", "step": 8, "round": 2, **positions}
+    with BackupStore(str(tmp_path)).locked():
+        BackupStore(str(tmp_path)).write(8, {"w": np.zeros(1)}, record)
+    backups = MemberBackups(client, BackupAndRestore(str(tmp_path)), None, [], 0)
+    number = 2 if positions else 0
+    said = f"is of {number} members of elastic rounds, and this run has 3: resume with as many"
+    with pytest.raises(UsageError, match=said), backups:
+        pass
+    with BackupStore(str(tmp_path)).locked():
+        pass
 
 
 @pytest.mark.thorough

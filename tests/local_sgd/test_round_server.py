@@ -21,6 +21,7 @@ import pytest
 
 from tfmw.cluster import sockets
 from tfmw.errors import TfmwError, UsageError
+from tfmw.train.local_sgd import round_client
 from tfmw.train.local_sgd.round_client import RoundAnswer, RoundClient
 from tfmw.train.local_sgd.round_server import RoundServer
 
@@ -281,10 +282,18 @@ def test_a_message_that_is_none_ends_the_connection(threads: ThreadPoolExecutor)
         joined(threads, member(0))
 
 
+PROGRAM = [
+    sys.executable,
+    "-m",
+    "tfmw.train.local_sgd.round_server",
+    "--members=1",
+    "--host=127.0.0.1",
+]
+
+
 def test_the_program_ends_with_its_input() -> None:
-    command = [sys.executable, "-m", "tfmw.train.local_sgd.round_server", "--members", "1"]
     with subprocess.Popen(
-        [*command, "--host", "127.0.0.1"],
+        [*PROGRAM, "--until-input-ends"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -298,6 +307,70 @@ def test_the_program_ends_with_its_input() -> None:
         server.stdin.close()
         assert server.wait(20) == 0
         client.leave()
+
+
+def test_the_program_serves_without_input() -> None:
+    """As with nohup, and in the background of a shell."""
+    with subprocess.Popen(
+        PROGRAM, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+        env={"TFMW_TOKEN": "key"},
+    ) as server:  # fmt: skip
+        assert server.stdout is not None
+        client = RoundClient(server.stdout.readline().strip(), 0, 1, b"key")
+        client.enter()
+        assert client.join("same", 0).arrays == []
+        assert client.round(1.0, [np.array([2.0])]).arrays == [np.array([2.0])]
+        assert server.poll() is None
+        server.terminate()
+        client.leave()
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "said"),
+    [
+        ([], {}, "TFMW_TOKEN is not set: set the same secret"),
+        (["--port={port}"], {"TFMW_TOKEN": "key"}, "cannot listen at 127.0.0.1:{port}: Address"),
+    ],
+)
+def test_wrong_use_of_the_program(options: list[str], env: dict[str, str], said: str) -> None:
+    with sockets.listen("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        command = [*PROGRAM, *(option.format(port=port) for option in options)]
+        done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert said.format(port=port) in done.stderr.splitlines()[-1]
+
+
+def test_a_member_that_waits_says_so(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(round_client, "_SAID_AFTER_S", 0.0)
+    with serving(2) as member:
+        a = member(0)
+        waits = threads.submit(a.join, "same", 0)
+        while "member 0 of 2 has waited" not in caplog.text:
+            assert not waits.done()
+        assert "it waits for members that have not come, or it has stopped" in caplog.text
+        member(1).leave()
+        with contextlib.suppress(TfmwError):
+            a.leave()
+            waits.result(10)
+
+
+def test_positions_of_the_latest_backup_are_those_of_all(threads: ThreadPoolExecutor) -> None:
+    with serving(3) as member:
+        a, b, c = member(0), member(1), member(2)
+        early = threads.submit(a.join, "same", 3, [5, 5, 4])
+        fresh = threads.submit(c.join, "same", 0)
+        late = threads.submit(b.join, "same", 5, [9, 8, 4])
+        assert late.result(10).wants_state
+        b.send_state([np.array([1.0], "float32")])
+        assert early.result(10).arrays
+        assert fresh.result(10).arrays
+        assert a.positions == b.positions == c.positions == [9, 8, 4]
+        c.leave()
+        rounds(threads, (a, 1, [1.0]), (b, 1, [1.0]), steps=3)
+        assert a.positions == b.positions == [12, 11, 4]
 
 
 def test_no_thread_is_left() -> None:

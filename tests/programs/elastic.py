@@ -1,10 +1,11 @@
 """One member of elastic rounds; writes its weights, the examples of ended rounds, and its logs.
 
     elastic.py sync                  # rounds after each step: as one process
-    elastic.py lose [with-backups] 1:25:steps 0:40:round   # members kill themselves
+    elastic.py lose [with-backups [every=2,5 saved=14,11]] 1:25:steps 0:40:round
 
-That is: number of the member, its step of the run, and where: between two "steps"; in a "round",
-before anything is sent; or "after" one, before the record of it is sent. At "stop" it is stopped.
+Members kill themselves: number of the member, its step of the run, and where: between two "steps";
+in a "round", before anything is sent; or "after" one, before the record of it is sent. At "stop" it
+is stopped, and at "leave" it gets SIGTERM.
 """
 
 import json
@@ -53,6 +54,7 @@ class Noting(keras.Model):
         self.steps = 0
         self.all_present = False  # in the last round: never are all lost, unless at once
         self.backups: str | None = None
+        self.saved_first = 1  # step of the backup that is on disk when it is lost
 
     def call(self, x: Any) -> Any:
         return self.inner(x)
@@ -62,13 +64,18 @@ class Noting(keras.Model):
         if tf.executing_eagerly():
             self.die("steps")
             self.die("stop", signal.SIGSTOP)
+            self.die("leave", signal.SIGTERM)
             self.numbers += numbers.numpy().tolist()
             self.steps += 1
         return super().train_step((x, y))
 
+    def saved(self) -> int:
+        newest = BackupStore(self.backups or "").newest()
+        return 0 if newest is None else newest.step
+
     def die(self, where: str, by: int = signal.SIGKILL) -> None:
         if any(self.steps >= step and where == w for step, w in self.lost_at) and self.all_present:
-            while self.backups and BackupStore(self.backups).newest() is None:
+            while self.backups and self.saved() < self.saved_first:
                 time.sleep(0.05)  # it is still being written
             os.kill(os.getpid(), by)
 
@@ -102,7 +109,14 @@ def lose(losses: list[str]) -> dict[str, Any]:
         backups = folder / "backups"
         model.backups = str(backups / f"member_{MEMBER}")
     epochs = next((int(a[7:]) for a in losses if a.startswith("epochs=")), EPOCHS)
-    history = tfmw.fit(model, data, epochs=epochs, sync_every=3, backup_dir=backups)
+    # "every=2,5": steps between two backups of members 0 and 1.
+    every = next((int(a[6:].split(",")[MEMBER]) for a in losses if a.startswith("every=")), "epoch")
+    model.saved_first = next(
+        (int(a[6:].split(",")[MEMBER]) for a in losses if a.startswith("saved=")), 1
+    )
+    history = tfmw.fit(
+        model, data, epochs=epochs, sync_every=3, backup_dir=backups, backup_every=every
+    )
     ended = [json.loads(line) for line in (folder / f"ended_{MEMBER}").read_text().splitlines()]
     return {
         "weights": [w.tolist() for w in model.get_weights()],

@@ -113,6 +113,13 @@ def serve(name: str = "") -> None:
         wait()
 
 
+def serve_alone() -> NoReturn:
+    """Leaves once it is told to, and tells nobody."""
+    signal.signal(signal.SIGTERM, lambda number, frame: leave())
+    while True:
+        wait()
+
+
 def tell(task: str) -> None:
     """Sends SIGTERM to another task that serves."""
     (RESULT / f"{TASK}.pid").write_text(str(os.getpid()))

@@ -216,6 +216,8 @@ class Attempt:
         if ended.issuperset(self.tasks):  # not so if a task was replaced, or started just now
             return True
         if self.preempted():
+            if self._options.elastic:
+                self.ask_to_leave(at_once=True)
             self._begin_to_leave()
         if time.monotonic() >= self._leave_by or self._served_out():
             return True
@@ -238,15 +240,17 @@ class Attempt:
     def ask_to_leave(self, at_once: bool = False) -> bool:
         """Has the tasks save their state and leave; whether they are asked, by now.
 
-        One task is told, as soon as one has a handler of SIGUSR1, or at once. TensorFlow installs
-        a handler of SIGTERM, which saves nothing, in every task.
+        One task is told, as soon as one has a handler of SIGUSR1, or at once; members of elastic
+        rounds do not agree, so all are. TensorFlow installs a handler of SIGTERM, which saves
+        nothing, in every task.
         """
         if self._leave_by == _NEVER:
             running = [task for task in self.tasks if not task.has_ended()]
             saving = (task for task in running if at_once or task.catches(signal.SIGUSR1))
             if (told := next(saving, None)) is not None:
                 self._begin_to_leave()
-                told.signal_alone(signal.SIGTERM)
+                for task in running if self._options.elastic else [told]:
+                    task.signal_alone(signal.SIGTERM)
         return self._leave_by < _NEVER
 
     def _begin_to_leave(self) -> None:

@@ -110,7 +110,7 @@ def _served_rounds(workers: int, environ: Mapping[str, str]) -> Iterator[dict[st
     token = environ.get("TFMW_TOKEN") or secrets.token_hex(32)
     command = [sys.executable, "-m", "tfmw.train.local_sgd.round_server"]
     with subprocess.Popen(
-        [*command, "--members", str(workers), "--host", "127.0.0.1"],
+        [*command, "--members", str(workers), "--host", "127.0.0.1", "--until-input-ends"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

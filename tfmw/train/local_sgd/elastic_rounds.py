@@ -52,15 +52,16 @@ class ElasticRounds(Rounds):
 
     # ------------------------------------------------------------ join, and leave
 
-    def join(self, known: int) -> None:
+    def join(self, known: int, positions: Sequence[int]) -> None:
         """Waits until this member takes part; then it has the common weights.
 
         Args:
             known: the number of the last round that its own state contains.
+            positions: after that round, as of `RoundClient`.
         """
         shapes = [list(w.shape) for w in self._weights]
         signature = f"weights of the shapes {shapes}, {self._settings}"
-        found = self._client.join(signature, known)
+        found = self._client.join(signature, known, positions)
         if found.arrays:
             self._take_state(found.arrays)
         if found.wants_state:

@@ -26,7 +26,7 @@ from tfmw import data
 from tfmw.cluster.group import Group
 from tfmw.compat import placement
 from tfmw.data.random_state import random_state, restore_random_state
-from tfmw.errors import UsageError
+from tfmw.errors import TfmwError, UsageError
 from tfmw.train.arguments import FitArguments
 from tfmw.train.callbacks import BackupAndRestore
 from tfmw.train.checkpoint import state
@@ -39,7 +39,8 @@ from tfmw.train.local_sgd.sync_settings import SyncSettings
 from tfmw.train.mirrored.sync_driver import SyncDriver
 from tfmw.train.mirrored.sync_training import MirroredTraining
 
-_ROUND = "round"  # in records and backups: the number of the last round that they contain
+_ROUND = "round"  # in backups: the number of the last round that they contain
+_POSITIONS = "positions"  # in backups: after that round, as of `RoundClient`
 
 
 class LocalTraining(MirroredTraining):
@@ -174,6 +175,9 @@ def _refuse(context: FitContext, arguments: FitArguments) -> None:
 class MemberBackups(Backups):
     """Backups on disk, and a record on the server after each round.
 
+    Both are made right after a round: steps since then are in this member's weights only, and it
+    may come back with those of another one.
+
     Args:
         client: has entered.
         asked: the directory of this member; None saves nothing on disk.
@@ -200,31 +204,56 @@ class MemberBackups(Backups):
     def __enter__(self) -> MemberBackups:
         super().__enter__()
         record, arrays, steps = self._of_server
-        newer = self.record is None or record is None or record["step"] >= self.record["step"]
-        self.from_server = record is not None and newer
-        self.unrecorded = steps if self.from_server or self.record is None else 0
-        if record is not None and newer:
+        on_disk, _ = self.on_disk
+        if on_disk is not None and len(on_disk.get(_POSITIONS, ())) != self.client.members:
+            self.__exit__(None)
+            raise UsageError(
+                f"the backup in {self.path} is of {len(on_disk.get(_POSITIONS, ()))} members of "
+                f"elastic rounds, and this run has {self.client.members}: resume with as many, or "
+                "use another backup_dir."
+            )
+        # Where the server has a record, other members have the weights of later rounds.
+        self.from_server = record is not None
+        self.unrecorded = steps if self.from_server else 0
+        if record is not None:
             self.record = {**record, "step": record["step"] + steps}
             self.tensors = dict(zip(record["arrays"], arrays, strict=True))
         return self
 
     @property
-    def known_round(self) -> int:
-        """The number of the last round that the restored weights contain."""
+    def known(self) -> tuple[int, list[int]]:
+        """The last round that the restored weights contain, and the positions after it."""
         record, _ = self.on_disk
-        return 0 if record is None else record.get(_ROUND, 0)
+        return (0, []) if record is None else (record[_ROUND], record[_POSITIONS])
+
+    def take_position(self) -> None:
+        """Finds the steps that this member has made in rounds that its own state lacks."""
+        step = 0 if self.record is None else self.record["step"]
+        missing = self.client.positions[self.client.member] - step
+        self.unrecorded += missing
+        if missing < 0:
+            raise TfmwError(
+                f"member {self.client.member} resumes after step {step}, and the others have "
+                f"resumed from before: remove its backup, {self.path}, and start it again."
+            )
 
     def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
         super().restore_callbacks(callbacks, finished and not self.from_server)
 
     # ------------------------------------------------------------ when
 
+    def signals(self) -> tuple[float, float]:
+        found = super().signals()
+        self._disk_is_due |= any(found)
+        return found
+
     def due_after_step(self, step: int, signals: list[float]) -> bool:
-        self._disk_is_due = super().due_after_step(step, signals)
-        return self._disk_is_due or self.rounds() != self._recorded
+        self._disk_is_due |= super().due_after_step(step, signals)
+        return self.rounds() != self._recorded
 
     def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
-        self._disk_is_due, leave = super().due_after_epoch(epoch, step, last)
+        due, leave = super().due_after_epoch(epoch, step, last)
+        self._disk_is_due |= due
         return not last, leave
 
     # ------------------------------------------------------------ save
@@ -243,10 +272,13 @@ class MemberBackups(Backups):
         python_state: PythonState | None = None,
         parts: Any = None,
     ) -> None:
+        if self.unrecorded:  # its position is not yet that of its weights
+            return
         python_state = python_state or self.python_state(callbacks)
+        record = {**record, "step": self.client.positions[self.client.member]}
         if self.has_directory and (self._disk_is_due or record["done"]):
-            record = {**record, _ROUND: self.client.number}
-            super().save(driver, kept, callbacks, record, python_state, parts)
+            rounds = {_ROUND: self.client.number, _POSITIONS: self.client.positions}
+            super().save(driver, kept, callbacks, {**record, **rounds}, python_state, parts)
         self._disk_is_due = False
         entries, arrays = python_state
         tensors = state.with_replicas(arrays, *kept[:2])
@@ -294,20 +326,27 @@ class ElasticTraining(LocalTraining):
 
     def begin_epoch(self) -> None:
         super().begin_epoch()
-        for _ in range(self._backups.unrecorded):
-            call = self._data.next_call(1)
-            if call is not None:
-                next(call.iterator)
-                self._data.advance(1, 1)
-        self._backups.unrecorded = 0
-        self._rounds.begin_at(self.steps_done)
+        self._skip()
         if not self._rounds.joined:
             self._trace()  # others wait for the steps of those that take part
         self._join()
+        self._skip()
+        self._rounds.begin_at(self.steps_done)
+
+    def _skip(self) -> None:
+        """Skips the steps of this epoch that ended rounds contain."""
+        while self._backups.unrecorded:
+            call = self._data.next_call(1)
+            if call is None:
+                return
+            next(call.iterator)
+            self._data.advance(1, 1)
+            self._backups.unrecorded -= 1
 
     def _join(self) -> None:
         if not self._rounds.joined:
-            self._rounds.join(self._backups.known_round)
+            self._rounds.join(*self._backups.known)
+            self._backups.take_position()
 
     def skip_run(self) -> None:
         super().skip_run()

@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,10 @@ from tfmw.cluster.cluster import MEMBER, MEMBERS, ROUNDS
 from tfmw.cluster.wire import Message
 from tfmw.errors import TfmwError, UsageError
 from tfmw.observe.progress import blocking_call
+
+logger = logging.getLogger("tfmw")
+
+_SAID_AFTER_S = 15.0  # in which members of a cluster that works have come
 
 _calls = itertools.count()  # of fit, in this process; the same in a restarted one
 
@@ -52,6 +58,7 @@ class RoundClient:
 
     Attributes:
         number: of the next round.
+        positions: of each member, its steps in all ended rounds.
     """
 
     _connection: wire.Connection  # once it has entered
@@ -60,6 +67,7 @@ class RoundClient:
         self.member = member
         self.members = members
         self.number = 0
+        self.positions: list[int] = []
         self._address = address
         self._key = key
         self._call = call
@@ -117,17 +125,20 @@ class RoundClient:
         """The value, JSON, that the first member had for this name."""
         return self._asked({"do": "fact", "name": name, "value": value})[0]["value"]
 
-    def join(self, signature: str, known: int) -> RoundAnswer:
+    def join(self, signature: str, known: int, positions: Sequence[int] = ()) -> RoundAnswer:
         """Waits until this member takes part.
 
         Args:
             signature: must be the same on all members.
             known: the number of the last round that this member's own state contains.
+            positions: after that round.
 
         Raises:
             UsageError: the signature is not that of other members.
         """
-        asked = {"do": "join", "signature": signature, "round": known}
+        asked = {
+            "do": "join", "signature": signature, "round": known, "positions": list(positions)
+        }  # fmt: skip
         with blocking_call("joining the rounds"):
             return self._answered(asked)
 
@@ -158,9 +169,27 @@ class RoundClient:
     def _answered(
         self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()
     ) -> RoundAnswer:
-        answer, received = self._asked(message, arrays)
-        self.number = answer.pop("round")
+        waits = threading.Timer(_SAID_AFTER_S, self._say_that_it_waits, [message["do"]])
+        waits.daemon = True
+        waits.start()
+        try:
+            answer, received = self._asked(message, arrays)
+        finally:
+            waits.cancel()
+        self.number, self.positions = answer.pop("round"), answer.pop("positions")
         return RoundAnswer(received, **answer)
+
+    def _say_that_it_waits(self, what: str) -> None:
+        others = "members that have not come" if what == "join" else "other members"
+        logger.warning(
+            "member %d of %d has waited %d s for the server of rounds at %s: it waits for %s, "
+            "or it has stopped",
+            self.member,
+            self.members,
+            _SAID_AFTER_S,
+            self._address,
+            others,
+        )
 
     def send_state(self, arrays: Sequence[np.ndarray]) -> None:
         """Sends this member's state, for those that join."""

@@ -12,7 +12,9 @@ latest round sends its state.
 
 After each round a member sends a record: its position in the data. One that joins again gets the
 last record it has sent, and the number of its steps in rounds that ended since. So it trains once
-on each example of a round that has ended. A member that is done takes part without examples until
+on each example of a round that has ended. Answers have the positions of all members: their steps in
+all ended rounds. A backup on disk keeps them. Where all begin with their backups, the positions of
+the latest backup are those of all. A member that is done takes part without examples until
 all are done; then the server keeps the last state, for those that were lost at the very end.
 
 Where all that take part are lost at once, their records are void: all begin with their backups.
@@ -36,7 +38,6 @@ import numpy as np
 
 from tfmw.cluster import sockets, wire
 from tfmw.cluster.wire import Connection, Message
-from tfmw.errors import UsageError
 from tfmw.train.local_sgd.quantized_sum import QuantizedSum
 
 PATIENCE_S = 60.0
@@ -157,6 +158,7 @@ class _Training:
         self._facts: dict[str, Any] = {}
         self._records: dict[int, tuple[Any, Arrays]] = {}
         self._unrecorded: dict[int, int] = {}  # steps of ended rounds that no record contains
+        self._positions = [0] * members  # steps of each member in ended rounds
         self._done: set[int] = set()
         self._finished = False
         self._last_state: Arrays | None = None
@@ -200,6 +202,7 @@ class _Training:
         if self._finished:
             return
         self._records, self._unrecorded, self._done = {}, {}, set()
+        self._positions = [0] * self._members
         self._quantized = None
         for seat in self._seats.values():
             if seat.resumes and seat.asks:
@@ -280,6 +283,7 @@ class _Training:
         known = {m: self._seats[m].asks["round"] for m in waiting}
         founder = max(waiting, key=lambda m: (known[m], -m))
         self._round = max(self._round, known[founder])
+        self._positions = self._seats[founder].asks["positions"] or self._positions
         others = [m for m in waiting if m != founder]
         self._seats[founder].takes_part = True
         if others:
@@ -292,7 +296,12 @@ class _Training:
             self._proceed()
 
     def _answer(self, wants_state: bool = False) -> Message:
-        return {"round": self._round, "wants_state": wants_state, "finished": self._finished}
+        return {
+            "round": self._round,
+            "positions": list(self._positions),
+            "wants_state": wants_state,
+            "finished": self._finished,
+        }
 
     def _pass_on(self, member: int, arrays: Arrays) -> None:
         """Gives a member's state to those that join; rounds wait for them from now on."""
@@ -318,6 +327,8 @@ class _Training:
             self._sender, self._joining = next(iter(present)), joining
         for member, seat in present.items():
             self._unrecorded[member] = self._unrecorded.get(member, 0) + seat.asks["steps"]
+            self._positions[member] += seat.asks["steps"]
+        for member, seat in present.items():
             examples = sum(message["examples"] for message in messages)
             answer = self._answer(wants_state=member == self._sender)
             seat.answer({**answer, "members": len(present), "examples": examples}, mean)
@@ -354,7 +365,7 @@ class _Training:
 
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], Any] = print) -> int:
-    """Serves until its standard input ends, or a signal ends it."""
+    """Serves until a signal ends it; with --until-input-ends, also as long as its launcher."""
     parser = argparse.ArgumentParser(prog="python -m tfmw.train.local_sgd.round_server")
     parser.add_argument("--members", type=int, required=True, help="number of members")
     parser.add_argument("--host", default="", help="address to listen at; default: all")
@@ -366,16 +377,23 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], Any] = print) -
         metavar="S",
         help="seconds in which all members come at first; default: 60",
     )
+    parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     token = os.environ.get("TFMW_TOKEN", "")
     if not token:
-        raise UsageError("TFMW_TOKEN is not set: set the same secret for the server and members.")
-    listener = sockets.listen(options.host, options.port)
+        parser.error("TFMW_TOKEN is not set: set the same secret for the server and members.")
+    try:
+        listener = sockets.listen(options.host, options.port)
+    except OSError as error:
+        parser.error(f"cannot listen at {options.host}:{options.port}: {error.strerror}.")
     with RoundServer(options.members, token.encode(), listener, options.patience):
         out(f"{options.host or socket.gethostname()}:{listener.getsockname()[1]}")
         sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt):
-            sys.stdin.read()
+            if options.until_input_ends:
+                sys.stdin.read()
+            else:
+                threading.Event().wait()
     return 0
 
 
