@@ -31,6 +31,7 @@ from typing import Any
 from tfmw.cluster import addresses, schedulers, tf_config
 from tfmw.cluster.tf_config import TASK_TYPES
 from tfmw.errors import ClusterError, is_whole
+from tfmw.observe import task_process
 
 ROUNDS, MEMBER, MEMBERS = "TFMW_ROUNDS", "TFMW_MEMBER", "TFMW_MEMBERS"
 """Variables of a member of elastic rounds: HOST:PORT of their server; its number, from 0; the
@@ -80,6 +81,9 @@ class Cluster:
     ) -> Cluster:
         """The cluster this process is part of; see the module's docstring for the order.
 
+        A process that a task has started with its own description, such as one of a pool of
+        multiprocessing, has no cluster.
+
         Args:
             environ: environment to read; `os.environ` unless given.
             cluster: an explicit description, a `Cluster` or a dict in the form of TF_CONFIG.
@@ -89,6 +93,16 @@ class Cluster:
         """
         if environ is None:
             environ = os.environ
+        found = cls._described(environ, cluster)
+        if task_process.is_child(found.as_tf_config(), environ):
+            return cls(source="none")
+        return found
+
+    @classmethod
+    def _described(
+        cls, environ: Mapping[str, str], cluster: Cluster | Mapping[str, Any] | None
+    ) -> Cluster:
+        """The first description of the module's list."""
         if isinstance(cluster, Cluster):
             return cluster
         if cluster is not None:

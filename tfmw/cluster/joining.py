@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfmw.cluster import membership, rendezvous
-from tfmw.cluster.cluster import Cluster
+from tfmw.cluster.cluster import ROUNDS, Cluster
 from tfmw.cluster.imports import quick_imports
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.cluster.memory import usable_bytes
 from tfmw.cluster.versions import common_versions
 from tfmw.errors import UsageError
-from tfmw.observe import trackers
+from tfmw.observe import task_process, trackers
+from tfmw.observe.progress import PROGRESS_FILE
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -70,9 +71,10 @@ def init(
             one after another; by default if TFMW_EXISTING_SERVERS is 1.
 
     Returns:
-        The cluster, with this process's task in it. The call does not return on a ps, nor on a
-        worker of a cluster with parameter servers: these serve until the coordinator is done, and
-        then end with status 0 (SystemExit).
+        The cluster, with this process's task in it; none in a child process of a task, such as one
+        of a pool of multiprocessing. The call does not return on a ps, nor on a worker of a cluster
+        with parameter servers: these serve until the coordinator is done, and then end with status
+        0 (SystemExit).
 
     Raises:
         ClusterError: a malformed or contradictory description, a port in use, tasks that disagree.
@@ -98,6 +100,10 @@ def init(
                 joined.collectives = collectives
             joined.options = communication_options(joined.collectives, bytes_per_pack, timeout_s)
         return joined.cluster
+    if task_process.is_child() and resolved.is_single:
+        return resolved
+    if not resolved.is_single or os.environ.keys() & {ROUNDS, PROGRESS_FILE}:
+        task_process.mark(resolved.as_tf_config())
     trackers.join(resolved.is_chief)
     if resolved.task == "evaluator":
         membership.set_evaluating()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tfmw.errors import UsageError
 from tfmw.launcher.spawn import terminal_size
+from tfmw.observe import task_process
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -52,6 +53,11 @@ def make_run_directory(log_dir: str | os.PathLike[str] | None) -> Path:
                 if not Path(log_dir).is_dir():
                     raise
     except OSError as error:
+        if log_dir is None:
+            raise UsageError(
+                f"no temporary folder can be made ({error.strerror}): make room in the directory "
+                "that TMPDIR names, or name another with TMPDIR."
+            ) from error
         raise UsageError(
             f"no folder can be made in the log directory {log_dir}: {error.strerror}; "
             "name another with --log-dir."
@@ -67,6 +73,7 @@ def task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, st
     env.setdefault("TFMW_TOKEN", _token())
     env["PYTHONUNBUFFERED"] = "1"
     env.pop("TFMW_TTY", None)
+    env.pop(task_process.VARIABLE, None)  # a task may have started this launcher
     if terminal:
         env["TFMW_TTY"] = "1"
         env.setdefault("COLUMNS", str(terminal_size().columns))

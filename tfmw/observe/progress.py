@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tfmw.observe import goodput, recorder, tracing
+from tfmw.observe import goodput, recorder, task_process, tracing
 from tfmw.observe.goodput import Division
 
 PROGRESS_FILE = "TFMW_PROGRESS_FILE"
@@ -74,7 +74,7 @@ class _Reporter:
 
     def report(self, step: int | None = None) -> None:
         """Writes a report; None repeats the step of the last one."""
-        path = os.environ.get(PROGRESS_FILE)
+        path = task_process.own_path(PROGRESS_FILE)
         if path != self._path:
             self._open(path)
         if self._file < 0:

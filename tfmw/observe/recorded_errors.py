@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Iterator
 
 from tfmw.errors import UsageError, printable
+from tfmw.observe.task_process import own_path
 
 ERROR_FILE = "TFMW_ERROR_FILE"
 """Variable with the path of a task's file: <attempt>/<task>/error.json."""
@@ -42,7 +43,7 @@ def record_error(error: BaseException, *, fatal: bool = False) -> None:
     Args:
         fatal: whether the task ends with it.
     """
-    path = os.environ.get(ERROR_FILE)
+    path = own_path(ERROR_FILE)
     if not path:
         return
     chain = list(_chain(error))
@@ -72,7 +73,7 @@ def record_error(error: BaseException, *, fatal: bool = False) -> None:
 
 def forget_error() -> None:
     """Removes the record of an error after which this task goes on."""
-    if path := os.environ.get(ERROR_FILE):
+    if path := own_path(ERROR_FILE):
         with contextlib.suppress(OSError):
             os.unlink(path)
 

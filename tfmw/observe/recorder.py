@@ -17,13 +17,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
-import os
 import struct
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tfmw.observe import tracing
+from tfmw.observe import task_process, tracing
 
 EXCHANGES_FILE = "TFMW_EXCHANGES_FILE"
 """Variable with the path of a worker's file: <attempt>/<task>/exchanges."""
@@ -102,7 +101,7 @@ class _Recorder:
         memory = self._map
         self._begun = now = _clock()
         if memory is None:
-            memory = None if self._is_open else self._open(os.environ.get(EXCHANGES_FILE))
+            memory = None if self._is_open else self._open(task_process.own_path(EXCHANGES_FILE))
             if memory is None:
                 return
         kind, is_of_step = _kind(what)

@@ -19,6 +19,7 @@ from tfmw.cluster.cluster import ROUNDS
 from tfmw.compat import datasets, models
 from tfmw.compat.metric_variables import flatten_metrics, python_logs
 from tfmw.errors import UsageError
+from tfmw.observe import task_process
 from tfmw.train import strategies
 from tfmw.train.fit_context import FitContext, errors_reported
 from tfmw.train.mirrored.batch_driver import BatchDriver
@@ -119,7 +120,7 @@ def _driver_of(model: Any, kind: str, batch: Any, strategy: Any) -> BatchDriver:
     if not models.is_model(model):
         raise UsageError(f"received {type(model).__name__} as the model: expected a Keras model.")
     method = f"{kind}_on_batch"
-    if kind == "train" and os.environ.get(ROUNDS):
+    if kind == "train" and os.environ.get(ROUNDS) and not task_process.is_child():
         raise UsageError(
             "this process trains in elastic rounds (tfmw run --elastic), and train_on_batch would "
             "train it alone: call tfmw.fit with sync_every=50, or start it without --elastic."

@@ -24,6 +24,7 @@ from tfmw.cluster import wire
 from tfmw.cluster.cluster import MEMBER, MEMBERS, ROUNDS
 from tfmw.cluster.wire import Message
 from tfmw.errors import TfmwError, UsageError
+from tfmw.observe import task_process
 from tfmw.observe.progress import blocking_call
 
 logger = logging.getLogger("tfmw")
@@ -80,7 +81,7 @@ class RoundClient:
             UsageError: an incomplete description.
         """
         address = environ.get(ROUNDS, "")
-        if not address:
+        if not address or task_process.is_child(environ=environ):
             return None
         numbers = [environ.get(name, "") for name in (MEMBER, MEMBERS)]
         key = environ.get("TFMW_TOKEN", "")
