@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,47 @@ EVERY = "-a %s [draft] '\"*?\\日\n"
 @pytest.fixture
 def model():
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+class ChangesDirectory(keras.callbacks.Callback):
+    def __init__(self, to: Path):
+        super().__init__()
+        self.to = to
+
+    def on_train_batch_end(self, batch, logs=None):
+        os.chdir(self.to)
+
+
+def test_a_callback_may_change_the_working_directory(tmp_path, monkeypatch, model):
+    """Relative paths are those of the directory in which they were received."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    (here / "records.txt").write_text("1 2\n3 4\n5 6\n")
+
+    def parsed(line):
+        row = tf.strings.to_number(tf.strings.split(line))
+        return tf.reshape(row, [2]), row[:1]
+
+    data = (
+        tfmw.data.from_records("records.txt", kind="text", index_dir="index").map(parsed).batch(1)
+    )
+    model.compile("sgd", "mse")
+    tfmw.fit(
+        model,
+        data,
+        epochs=2,
+        verbose=0,
+        callbacks=[
+            ChangesDirectory(there),
+            BackupAndRestore("backups", save_freq=1, delete_checkpoint=False),
+        ],
+        export_dir="export",
+    )
+    assert list(there.iterdir()) == []
+    assert sorted(path.name for path in (here / "backups").glob("step_*"))[-1].endswith("06")
+    assert verify_export(here / "export") == []
 
 
 @pytest.mark.parametrize("name", [*LOADABLE, *PATTERNS])

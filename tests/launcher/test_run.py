@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -247,6 +248,12 @@ class TestFailure:
         result = run("worker 0=echo", "worker 1=kill_last")
         assert "worker 1 failed" in last_line(result)
 
+    def test_a_relative_log_directory_of_a_script_that_changes_its_own(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        program = [PROGRAM, "worker 0=wait", "worker 1=fail_elsewhere"]
+        result = launch_tasks(program, log_dir="logs", env=NO_INIT)
+        assert result.failures[0].error == "ValueError: bad batch"
+
     def test_a_task_that_caught_its_error(self, run):
         result = run("worker 0=echo_last", "worker 1=catch")
         assert last_line(result).endswith(
@@ -443,6 +450,18 @@ class TestEnd:
         monkeypatch.setattr(process, "make_file", full)
         with pytest.raises(UsageError, match=f"files in {tmp_path}.* cannot be written.*No space"):
             launch_tasks([PROGRAM, "worker 0=wait"], log_dir=tmp_path, env=NO_INIT)
+
+    def test_no_temporary_directory_is_one_sentence(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+        with pytest.raises(
+            UsageError, match=r"no temporary folder can be made \(No such .* TMPDIR"
+        ):
+            launch_tasks([PROGRAM], env=NO_INIT)
+
+    def test_a_call_needs_no_temporary_directory_beside_that_of_logs(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+        settings = {"log_dir": tmp_path / "logs", "env": NO_INIT, "stdout": io.StringIO()}
+        assert tfmw.launch(launch_functions.rank_and, [7], 1, **settings) == [(0, 7)]
 
     def test_a_child_that_outlived_its_launcher_ends_at_once(self):
         env = {**os.environ, **NO_INIT, "TFMW_LAUNCHER_PID": str(os.getpid() + 1)}

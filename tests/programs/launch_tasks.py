@@ -68,6 +68,11 @@ def fail() -> None:
     raise ValueError("bad batch")
 
 
+def fail_elsewhere() -> None:
+    os.chdir("/")
+    fail()
+
+
 def fail_last() -> None:
     """Fails after worker 0 has left with the echo of it."""
     await_error_of("worker_0")

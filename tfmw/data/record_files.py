@@ -35,6 +35,7 @@ from tfmw.data.batches import steps_in
 from tfmw.data.by_index import Rows, from_index, stacked
 from tfmw.data.values import INFINITE, Order
 from tfmw.errors import UsageError
+from tfmw.storage import disk
 
 logger = logging.getLogger("tfmw")
 
@@ -102,7 +103,7 @@ def from_tars(
 
 def _paths(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
     several = [files] if isinstance(files, str | os.PathLike) else files
-    return [os.fspath(path) for path in several]
+    return [disk.absolute(os.fspath(path)) for path in several]
 
 
 class _Samples:

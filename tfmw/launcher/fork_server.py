@@ -32,7 +32,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,7 +137,7 @@ class ForkServer:
             "cwd": os.getcwd(),
             "descriptors": list(descriptors),
         }
-        with tempfile.TemporaryFile() as file:  # longer than the largest message
+        with open(os.memfd_create("tfmw"), "w+b") as file:  # longer than the largest message
             file.write(json.dumps(request).encode())
             file.seek(0)
             try:

@@ -144,7 +144,8 @@ class Task(TaskFiles):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        named = {name: str(path) for name, path in self.files.items()}
+        # Absolute: a script may change its working directory.
+        named = {name: os.path.abspath(path) for name, path in self.files.items()}
         self.env = {**self.env, **named, "TFMW_TASK": self.name}
         self.started = self.ended = 0.0  # monotonic seconds, as seen by the launcher
         self.stream: int | None = None  # the launcher's end of its standard output and error
@@ -156,10 +157,10 @@ class Task(TaskFiles):
         """Makes its files; those of the call that it receives, if any, and of its result too."""
         self.make()
         if payload is not None:
-            self._call = tempfile.TemporaryFile()  # noqa: SIM115  (closed in start)
+            self._call = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115  (closed in start)
             call.write(payload, self._call)
             self._call.seek(0)
-            self._result = tempfile.TemporaryFile()  # noqa: SIM115  (closed in result)
+            self._result = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115  (closed in result)
             self.env[call.RESULT_FD] = str(self._result.fileno())
 
     def start(self, spawner: Spawner, command: Sequence[str], terminal: bool) -> None:

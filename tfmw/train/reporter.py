@@ -43,7 +43,8 @@ class Reporter:
     def __init__(
         self, is_chief: bool, workers: int, environ: Mapping[str, str] = os.environ
     ) -> None:
-        self._file, port = environ.get(METRICS_FILE), environ.get(METRICS_PORT)
+        file, port = environ.get(METRICS_FILE), environ.get(METRICS_PORT)
+        self._file = file and os.path.abspath(file)
         self._on = is_chief and bool(self._file or port)
         self._due = 0.0
         self._before: StepTimes | None = None

@@ -118,8 +118,11 @@ def export(
     return target
 
 
-def check_path(path: str | os.PathLike[str]) -> None:
+def check_path(path: str | os.PathLike[str]) -> str:
     """Checks before the training whether `export` could write `path` after it.
+
+    Returns:
+        The absolute path: the training may change the working directory.
 
     Raises:
         UsageError: `path` exists and is neither a SavedModel nor an empty directory; no directory
@@ -136,7 +139,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
         if membership.current_cluster().is_chief:
             directories.check_creatable(target)
         if not tf.io.gfile.exists(target):
-            return
+            return target
     except (OSError, ValueError, tf.errors.OpError) as e:
         raise UsageError(
             f"no export can be written to {target!r} ({first_line(e)}): name a directory "
@@ -145,7 +148,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
     if tf.io.gfile.isdir(target):
         entries = tf.io.gfile.listdir(target)
         if not entries or "saved_model.pb" in entries:
-            return
+            return target
     raise UsageError(
         f"{target} exists and is not a SavedModel: an export would delete its files; "
         "name another directory, or remove this one."

@@ -29,6 +29,7 @@ import tensorflow as tf
 from tfmw.compat import models
 from tfmw.errors import UsageError
 from tfmw.observe.trackers import logs_to_tracker
+from tfmw.storage import disk
 from tfmw.train.callbacks.log import Log
 
 # Keras's callbacks that write files, print or send reports: only one task may run them.
@@ -131,7 +132,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         save_nan: bool = False,
     ):
         super().__init__()
-        self.backup_dir = os.fspath(backup_dir)
+        self.backup_dir = disk.absolute(os.fspath(backup_dir))  # a callback may call os.chdir
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
