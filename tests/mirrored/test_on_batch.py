@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import pytest
 import tfmw
 from tests.helpers.cases import cases, chosen, each
 from tfmw import strategies
+from tfmw.train.mirrored import batch_driver
 
 LOOPS = ["batches_of_many_sizes", "clipped_weights", "gan"]
 MORE_LOOPS = ["weighted_examples", "own_step", "reinforce"]
@@ -74,3 +76,40 @@ def test_tasks_that_differ_are_told_so(run_cluster: Any) -> None:
             assert "tasks passed different batches" in task[name], name
         assert "bias' differs between tasks" in task["weights"]
         assert "received 1.0 in a batch" in task["lists"]
+
+
+class TestComparison:
+    """Of what tasks sum before a step, for any number of them."""
+
+    @staticmethod
+    def differing(values: list[list[float]]) -> list[bool]:
+        every = np.array(values)
+        return batch_driver.differing(every.sum(0), np.square(every).sum(0), len(values))
+
+    def sampled(self, tasks: int, batch: Any, other: Any = None) -> list[list[float]]:
+        """Of tasks that have a batch, and of the last one, which may have another."""
+        checksum = zlib.crc32(str(tasks).encode())
+        one = batch_driver._sampled(batch, tasks, checksum)
+        last = one if other is None else batch_driver._sampled(other, tasks, checksum)
+        return [[*one, *one]] * (tasks - 1) + [[*last, *one]]
+
+    def test_equal_batches_are_equal_for_any_number_of_tasks(self) -> None:
+        for tasks in range(1, 513):
+            batch = np.random.default_rng(tasks).normal(size=(5, 3)) * 10.0 ** (tasks % 9)
+            assert self.differing(self.sampled(tasks, batch)) == [False, False], tasks
+
+    def test_one_other_batch_is_seen_among_any_number_of_tasks(self) -> None:
+        for tasks in range(2, 513):
+            ids: np.ndarray = np.arange(tasks, tasks + 40) + 10**6
+            assert self.differing(self.sampled(tasks, ids, ids + 1)) == [True, False], tasks
+            values = ids / 1e5
+            assert self.differing(self.sampled(tasks, values, values * 1.01)) == [True, False]
+            nearly = values * (1 + 1e-6)
+            assert self.differing(self.sampled(tasks, values, nearly)) == [False, False]
+
+    def test_each_bit_of_a_checksum_counts(self) -> None:
+        for tasks in (2, 33, 64, 512):
+            for bit in range(32):
+                checksums = [0xFFFFFFFF] * (tasks - 1) + [0xFFFFFFFF ^ 1 << bit]
+                values = [batch_driver._sampled(np.zeros(1), 0, c) for c in checksums]
+                assert self.differing(values) == [True], (tasks, bit)

@@ -36,6 +36,7 @@ _training_steps = itertools.count(1)  # of all models of a loop
 
 _SAMPLES = 16  # values of a batch, and of a variable, that tasks compare in a step
 _TOLERANCE = 1e-5  # relative variance: the processors of hosts may round differently
+_PIECES = 4  # bytes of a checksum
 
 
 class BatchDriver:
@@ -132,21 +133,19 @@ class BatchDriver:
         # Before a trace variables may differ: it sets them to the chief's values.
         traced = key in self._functions
         local = placement.local_copies(self._strategy, variable)[0].read_value() if traced else 0.0
-        # 24 bits: sums of their squares are exact in float64.
-        call = zlib.crc32(repr((*key, traced)).encode()) >> 8
-        values = [float(call), *_sampled(batch, self._steps), *_sampled(local, self._steps)]
+        call = zlib.crc32(repr((*key, traced)).encode())
+        values = [*_sampled(batch, self._steps, call), *_sampled(local, self._steps)]
         with self._driver.replicas.lost_peer_named():
             sums = self._sums(tf.constant([values, [v * v for v in values]], tf.float64))
         total, squares = np.asarray(sums)
-        variance = count * squares - total * total
-        differs = variance > _TOLERANCE * count * squares
-        if variance[0] or differs[1 : 1 + _SAMPLES].any():
+        of_batch, of_variable = differing(total, squares, count)
+        if of_batch:
             raise UsageError(
                 "tasks passed different batches in this call: expected the same whole batch on "
                 "every task, of which each takes its part. Draw random numbers from the same seed "
                 "on every task."
             )
-        if differs[1 + _SAMPLES :].any():
+        if of_variable:
             raise UsageError(
                 f"{variable.path!r} differs between tasks: the loop changed it on some tasks only. "
                 "Make the same change on every task."
@@ -182,15 +181,37 @@ def _rows(tensor: Any, replica: int, sharding: data.Sharding) -> Any:
     return tf.constant(rows) if isinstance(rows, np.ndarray) else rows
 
 
-def _sampled(values: Any, step: int) -> list[float]:
-    """Some values of a structure, others in each step; a text counts by its checksum."""
+def _sampled(values: Any, step: int, checksum: int = 0) -> list[float]:
+    """Some values of a structure, others in each step.
+
+    Returns:
+        The bytes of a checksum, continued over integers and texts, and `_SAMPLES` real values.
+    """
     leaves = [t for t in tf.nest.flatten(values, expand_composites=True) if t is not None]
     arrays = [view_of(t) if tf.is_tensor(t) else np.asarray(t) for t in leaves]
-    out: list[float] = []
+    reals: list[float] = []
     for number in range(_SAMPLES):
         flat = arrays[number % len(arrays)].reshape(-1)
         value = flat[(step * 7919 + number * 104729) % len(flat)] if len(flat) else 0
-        if isinstance(value, bytes | str | np.bytes_ | np.str_):
-            value = zlib.crc32(value.encode() if isinstance(value, str) else value) >> 16
-        out.append(float(np.real(value)))
-    return out
+        if flat.dtype.kind in "biuOSU":
+            text = value if isinstance(value, bytes) else str(value).encode(errors="replace")
+            checksum, value = zlib.crc32(text, checksum), 0
+        reals.append(float(np.real(value)))
+    return [*map(float, checksum.to_bytes(_PIECES, "little")), *reals]
+
+
+def differing(total: np.ndarray, squares: np.ndarray, count: int) -> list[bool]:
+    """Whether tasks differ in their results of `_sampled`, for each of these.
+
+    Sums of bytes and of their squares are exact in float64, with up to 2**18 tasks.
+
+    Args:
+        total: float64 [n], the sums of all tasks' values.
+        squares: float64 [n], the sums of their squares.
+        count: number of tasks.
+    """
+    variance = count * squares - total * total  # of one task that is off by x: about x**2 * count
+    allowed = _TOLERANCE * squares
+    each: np.ndarray = np.arange(len(total)) % (_PIECES + _SAMPLES)
+    differs = variance > np.where(each < _PIECES, 0, allowed)
+    return [bool(part.any()) for part in np.split(differs, len(total) // (_PIECES + _SAMPLES))]
