@@ -492,6 +492,92 @@ def random_numbers_after_runs_on_other_data(trainer: Any) -> Any:
     return out
 
 
+def orders_drawn_without_a_seed(trainer: Any) -> Any:
+    """By global generators, which differ between workers until the data is read."""
+    out = []
+    spec = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
+
+    def shuffled() -> Iterator[Any]:
+        order = list(range(20))
+        random.shuffle(order)
+        np.random.shuffle(order)
+        for first in range(0, 20, 4):
+            yield X[order[first:][:4]], Y[order[first:][:4]]
+
+    for data in (
+        lambda: shuffled(),
+        lambda: tf.data.Dataset.from_generator(shuffled, output_signature=spec),
+        lambda: tf.data.Dataset.from_generator(shuffled, output_signature=spec).repeat(),
+        lambda: Shuffles(),
+    ):
+        keras.utils.set_random_seed(3)
+        if trainer.is_tfmw and not tfmw.init().is_chief:
+            random.seed(9)
+            np.random.seed(9)
+        model, epochs = compiled(keras.Input((4,)), optimizer=keras.optimizers.SGD(0.01)), 2
+        x = data()
+        if isinstance(x, Iterator):
+            epochs = 1
+        options = {} if epochs == 1 else {"steps_per_epoch": 5}
+        history = trainer.fit(model, x, epochs=epochs, shuffle=False, **options).history
+        out.append([history["loss"], [w.tolist() for w in model.get_weights()]])
+    return out
+
+
+class Grows(keras.utils.PyDataset):
+    """Has another length after each epoch; notes the calls of its methods."""
+
+    def __init__(self, *lengths: int, workers: int = 1):
+        super().__init__(workers=workers)
+        self.lengths, self.epoch = lengths, 0
+        self.calls: list[str] = []
+
+    def __len__(self) -> int:
+        return self.lengths[min(self.epoch, len(self.lengths) - 1)]
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(3 * index, 3 * index + 3)
+        return X[rows], Y[rows]
+
+    def on_epoch_begin(self) -> None:
+        self.calls.append("begin")
+
+    def on_epoch_end(self) -> None:
+        self.calls.append("end")
+        self.epoch += 1
+
+
+def lengths_that_change(trainer: Any) -> Any:
+    out: list[Any] = []
+    for workers in (1, 2):
+        for train, validation in (((7,), (3, 4, 5, 6)), ((7, 6, 5), (6, 5, 4)), ((4, 5, 6), (7,))):
+            data, held_out = (Grows(*lengths, workers=workers) for lengths in (train, validation))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Your input ran out of data")
+                history = trainer.fit(
+                    compiled(), data, epochs=3, shuffle=False, validation_data=held_out
+                ).history
+            out.append([history, data.calls, held_out.calls])
+    return out
+
+
+def generators_over_several_calls(trainer: Any) -> Any:
+    def numbered() -> Iterator[Any]:
+        for number in range(1, 1000):
+            yield np.full((4, 4), number, "float32"), np.full((4, 1), number, "float32")
+
+    model, generator = compiled(keras.Input((4,)), keras.layers.ReLU()), numbered()
+    model.set_weights([np.ones_like(w) for w in model.get_weights()])
+    out: list[Any] = [
+        trainer.predict(model, ((x,) for x, _ in generator), steps=1).tolist() for _ in range(2)
+    ]
+    for _ in range(4):
+        out.append(trainer.predict(model, ((x,) for x, _ in generator), steps=1).tolist())
+        out.append(trainer.evaluate(model, generator, steps=1))
+    one_call = numbered()
+    return [out, trainer.fit(model, one_call, steps_per_epoch=3, epochs=3).history["loss"]]
+
+
 class BreaksAt(Shuffles):
     """Breaks at the tenth batch that it reads, after two for their form."""
 
@@ -788,6 +874,9 @@ SCENARIOS: list[Callable[[Any], Any]] = [
     orders_of_seeds_that_set_seed_gives,
     halves_of_one_order,
     random_numbers_after_a_run,
+    orders_drawn_without_a_seed,
+    lengths_that_change,
+    generators_over_several_calls,
     random_numbers_after_runs_on_other_data,
     order_resumed_within_an_epoch,
     whole_batches,

@@ -102,6 +102,9 @@ def test_a_pydataset_without_a_length_is_shuffled() -> None:
 # two devices, where `make test-long` has all.
 SCENARIOS = [
     "callbacks_see_an_ordinary_model",
+    "orders_drawn_without_a_seed",
+    "lengths_that_change",
+    "generators_over_several_calls",
 ]
 ON_DEVICES = ["replicas_keep_seeds_of_their_own"]
 SCENARIOS_TOO = [

@@ -261,8 +261,16 @@ def deterministic(
     options = tf.data.Options()
     options.deterministic = True
     dataset = dataset.with_options(options)
-    dataset = dataset if tuned else untuned(dataset)
-    return dataset.prefetch(tf.data.AUTOTUNE) if read_ahead else dataset
+    return prefetched(dataset if tuned else untuned(dataset), read_ahead)
+
+
+def prefetched(dataset: tf.data.Dataset, read_ahead: bool) -> tf.data.Dataset:
+    """The dataset, of which batches are read ahead, or only those that are asked for."""
+    if read_ahead:
+        return dataset.prefetch(tf.data.AUTOTUNE)
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False  # which read ahead
+    return dataset.with_options(options)
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -4,19 +4,20 @@ tfmw shards one global dataset. If each worker passed its own part (`dataset.sha
 per worker, different arrays), most examples would never be read. So workers compare a description
 of their data:
 
-* of arrays: shape, dtype and 16 values, floats to 3 digits;
+* of arrays: shape, dtype and up to 65,536 values, evenly spaced, floats to 3 digits;
 * of a pipeline: the numbers that select elements (`shard`, `skip`, `take`, `range`, `batch`), its
   arrays, its strings; in its functions the numbers of `shard`, strings, and captured arrays;
 * of strings that name files: their base names, and of up to 8 files the size and first bytes. So
   each host may have a copy under another path.
 
 Not compared: seeds and buffer sizes (all workers use the chief's seeds), files of caches, small
-captured values, Python functions, and `PyDataset` and generators beyond their length. Workers may
-get different elements from these without an error.
+captured values, and Python functions of maps. Workers may get different elements from these without
+an error. Generators and `PyDataset` are compared while they are read: see `python_sources`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,10 +31,13 @@ from tfmw.compat import datasets, rebuilding
 from tfmw.data.values import Sharding
 from tfmw.errors import UsageError
 
-_VALUES = 16  # number of values compared of an array
+_VALUES = 16  # captured arrays with fewer values are not compared
+_COMPARED = 1 << 16  # values of an array, evenly spaced
 _FILES = 8  # number of files opened
 _FIRST_BYTES = 4096  # bytes compared of a file
 _TOLERANCE = 1e-3  # hosts may round differently
+TOLERANCE_OF_SKETCHES = 1e-5  # of the norm of what is sketched
+_WEIGHTS = np.random.default_rng(0).uniform(-1, 1, _COMPARED)
 
 
 def refuse_different(x: Any, gather: Callable[[Any], list[Any]]) -> None:
@@ -137,14 +141,46 @@ def _constant(value: Any) -> Any:
 
 
 def _array(array: np.ndarray) -> list[Any]:
-    """Shape, dtype and some values, evenly spaced."""
+    """Shape, dtype and a sketch of the values."""
     if array.dtype.kind in "OSU":
         return [list(array.shape), _strings(array)]
-    places = np.linspace(0, max(array.size - 1, 0), _VALUES).astype(np.int64)[: array.size]
-    values = array[np.unravel_index(places, array.shape)]
-    if array.dtype.kind not in "biuf":
-        values = values.astype(np.float32) if array.dtype.kind == "V" else np.zeros(0)
-    return [list(array.shape), array.dtype.name, values.tolist()]
+    if array.dtype.kind in "biu":
+        return [list(array.shape), array.dtype.name, zlib.crc32(_some(array).tobytes())]
+    projection, squares = sketch(array)
+    size = math.sqrt(squares)
+    return [list(array.shape), array.dtype.name, [projection / (size or 1), size]]
+
+
+def sketch(array: Any) -> tuple[float, float]:
+    """(a random projection of an array's values, the sum of their squares).
+
+    Two arrays with the same values in another order, or with other values, have other projections;
+    values that are rounded differently have nearly the same.
+    """
+    numbers = _numbers(_some(np.asarray(array)))
+    return float(numbers @ _WEIGHTS[: len(numbers)]), float(numbers @ numbers)
+
+
+def _some(array: np.ndarray) -> np.ndarray:
+    """[n], all values of an array, or many, evenly spaced."""
+    if array.size <= _COMPARED:
+        return np.ravel(array)
+    places = np.linspace(0, array.size - 1, _COMPARED).astype(np.int64)
+    return array[np.unravel_index(places, array.shape)]
+
+
+def _numbers(values: np.ndarray) -> np.ndarray:
+    """float64 [n]: real values on a scale of logarithms; hashes of integers and strings."""
+    if values.dtype.kind in "OSU":
+        texts = (v if isinstance(v, bytes) else str(v).encode(errors="replace") for v in values)
+        values = np.fromiter(map(zlib.crc32, texts), np.int64, len(values))
+    if values.dtype.kind in "biu":
+        mixed = values.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return (mixed >> np.uint64(40)).astype(np.float64) / 2**24 - 0.5
+    if values.dtype.kind == "c":
+        values = values.real + values.imag
+    reals: np.ndarray = np.nan_to_num(values.astype(np.float64), nan=0.3, posinf=0.6, neginf=-0.6)
+    return np.arcsinh(reals)  # large ones do not hide the others
 
 
 def _strings(array: np.ndarray) -> list[Any]:

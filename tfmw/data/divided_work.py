@@ -129,9 +129,12 @@ class DividedBatches:
             return self._like
         key = (self._epoch, index)
         owner = index % len(self._exchange.peers)
-        if owner == self._rank and not self._draws:
+        # Every worker computes the first batch, which shows whether all have one order.
+        if self._draws or index == 0:
+            return self._compute(index)
+        if owner == self._rank:
             return self._own(key)
-        arrays = None if self._draws else self._exchange.fetch(owner, self.number, key)
+        arrays = self._exchange.fetch(owner, self.number, key)
         if arrays is None:
             return self._compute(index)
         return keras.tree.pack_sequence_as(self._like, arrays)

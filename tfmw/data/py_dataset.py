@@ -23,6 +23,7 @@ from tfmw.data.random_state import (
     python_state,
     random_state,
     restore_random_state,
+    share_random_state,
 )
 from tfmw.data.values import EpochHooks
 
@@ -40,6 +41,8 @@ class OrderedPyDataset(keras.utils.PyDataset):
         self._order: list[int] | None = None
         self._divided: DividedBatches | None = None
         self._start = 0
+        self._begun = self._draws = False
+        self.looked_at: list[Any] = []  # batches, before the first pass
         self.shuffled = bool(shuffle) and dataset.num_batches is not None
         self.drawn_from: Any = None  # Python's state from which the order was drawn
 
@@ -50,7 +53,18 @@ class OrderedPyDataset(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Any:
         index += self._start
-        return self._compute(index) if self._divided is None else self._divided[index]
+        batches = self._compute if self._divided is None else self._divided.__getitem__
+        if self._begun:
+            return batches(index)
+        before = random_state()
+        self.looked_at.append(batches(index))
+        self._draws |= random_state() != before
+        return self.looked_at[-1]
+
+    @property
+    def draws_in_any_order(self) -> bool:
+        """Whether threads or processes draw the values of batches from common random generators."""
+        return self._draws and (self.workers > 1 or self.use_multiprocessing)
 
     def start_at(self, index: int) -> None:
         """Sets the first batch of a pass; `num_batches` are left from there on."""
@@ -73,6 +87,8 @@ class OrderedPyDataset(keras.utils.PyDataset):
 
     def begin_epoch(self) -> None:
         """Call it before batches of another epoch are read."""
+        self._begun = True
+        self.looked_at.clear()
         if self._divided is not None:
             self._divided.begin_epoch()
 
@@ -81,7 +97,7 @@ class OrderedPyDataset(keras.utils.PyDataset):
 
     def on_epoch_end(self) -> None:
         if self._divided is not None:  # a batch may have drawn
-            _share(self._group)
+            share_random_state(self._group)
         self._dataset.on_epoch_end()
 
     def draw(self) -> None:
@@ -117,8 +133,11 @@ class PyDatasetHooks(EpochHooks):
     def state_at(self, batches: int) -> Any:
         return self._dataset.drawn_from
 
+    def length(self) -> int | None:
+        return self._dataset.num_batches
+
     def reset(self) -> None:
-        _share(self._group)
+        share_random_state(self._group)
         self._adapter.on_epoch_end()
 
     def begin(self, new_pass: bool, continued: bool) -> None:
@@ -130,7 +149,7 @@ class PyDatasetHooks(EpochHooks):
             return
         if new_pass:
             self._dataset.start_at(0)
-            _share(self._group)
+            share_random_state(self._group)
         threads = datasets.has_own_readers(self._adapter)
         if threads:  # which begin to read in the hook, in another order in each epoch
             self._dataset.draw()
@@ -150,9 +169,3 @@ class PyDatasetHooks(EpochHooks):
 
     def restore(self, state: Any, seed: int, passes: int) -> None:
         self._dataset.restore(state, seed, passes)
-
-
-def _share(group: Group) -> None:
-    """Gives every worker the chief's generators."""
-    if group.size > 1:
-        restore_random_state(group.from_chief(random_state))

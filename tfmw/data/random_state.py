@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from tfmw.cluster.group import Group
+
 
 def python_state() -> list[Any]:
     """The state of Python's generator; see `as_python_state`."""
@@ -38,3 +40,9 @@ def restore_random_state(saved: Mapping[str, Any]) -> None:
     if "key" in inner:
         inner["key"] = np.asarray(inner["key"], dtype=np.uint32)
     np.random.set_state({**numpy_state, "state": inner})
+
+
+def share_random_state(group: Group) -> None:
+    """Gives every worker the chief's generators. All workers must call it."""
+    if group.size > 1:
+        restore_random_state(group.from_chief(random_state))

@@ -106,7 +106,7 @@ def shard_dataset(
         elif split:
             shard = by_slices(pipeline, sharding, read_ahead)
         else:
-            shard = by_batches(pipeline, sharding, global_batch_size(dataset))
+            shard = by_batches(pipeline, sharding, global_batch_size(dataset), read_ahead)
         shard = dataclasses.replace(shard, reshuffles=reshuffles)
     if shard.reshuffles:
         shard.reshuffles.ahead = rebuilding.may_begin_again(dataset)

@@ -13,14 +13,18 @@ import keras
 import tensorflow as tf
 
 from tfmw.compat import datasets
-from tfmw.data.batches import deterministic, spec_of, without_autograph
+from tfmw.data.batches import beneath, deterministic, spec_of, without_autograph
 from tfmw.data.comparison import refuse_different
 from tfmw.data.grain_datasets import GrainHooks, by_index, is_grain
 from tfmw.data.py_dataset import OrderedPyDataset, PyDatasetHooks
+from tfmw.data.python_sources import GeneratorHooks, Journal
+from tfmw.data.random_state import share_random_state
 from tfmw.data.sharding import shard_dataset
 from tfmw.data.values import Order, Shard, Sharding
 from tfmw.data.whole_batches import shard_function
 from tfmw.errors import UsageError
+
+_LOOKED_AT = -1  # number of a source: the batches of a `PyDataset` that show their form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +117,13 @@ class Source:
             dataset, known, read_ahead = self._read_by_keras(sharding, order)
         if (batches := known.pop("rest", None)) is not None:
             known["rest"] = lambda start: (
-                shard_dataset(batches(start), sharding, order, 0, read_ahead, self.split).dataset
+                shard_dataset(
+                    self._watched(batches(start), order), sharding, order, 0, read_ahead, self.split
+                ).dataset
             )
+        dataset = self._watched(dataset, order)
+        if self.journal.sources and datasets.is_dataset(self.x):
+            share_random_state(order.group)
         shard = shard_dataset(dataset, sharding, order, skip, read_ahead, self.split)
         if shard.steps == 0:
             raise empty_dataset()
@@ -123,6 +132,16 @@ class Source:
         if "steps" in known and not self.split:
             known["steps"] = -(-(known["steps"] - skip) // sharding.replicas)
         return dataclasses.replace(shard, **known)
+
+    def _watched(self, dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
+        """A pipeline whose elements of Python code are noted, to be compared."""
+        if order.group.size > 1:
+            x = self._ordered if isinstance(self.x, keras.utils.PyDataset) else None
+            for batch in [] if x is None else x.looked_at:
+                self.journal.note(_LOOKED_AT, 0, keras.tree.flatten(batch))
+            if x is None or not x.draws_in_any_order:
+                self.journal.watch(dataset)
+        return dataset
 
     def batches_per_step(self, sharding: Sharding) -> int:
         """How many batches of the data make a step."""
@@ -136,13 +155,13 @@ class Source:
         Returns:
             (dataset, other attributes of the shard, whether it may be read ahead).
         """
-        options = {
-            "batch_size": self.batch_size,
-            "steps_per_epoch": self.steps,
-            "shuffle": self.shuffle,
-            "class_weight": self.class_weight,
-        }
-        x = self.x
+        x, options = self.x, self._options
+        if self.is_read_once:  # the adapter reads the first batches
+            share_random_state(order.group)
+        if self.is_generator:
+            generator = self._generator
+            batches = self.steps and self.steps * self.batches_per_step(sharding)
+            return generator.dataset(order.group, batches), {"hooks": generator}, False
         if isinstance(x, keras.utils.PyDataset):
             x = self._ordered
             x.divide(order.group)
@@ -166,19 +185,42 @@ class Source:
             dataset = adapter.get_tf_dataset()
         known: dict[str, Any] = {}
         if isinstance(x, OrderedPyDataset):
-            known["hooks"] = PyDatasetHooks(x, adapter, order.group)
-            dataset = _with_cardinality(dataset, x)
+            # Keras's own threads read a PyDataset, and stop between two epochs. An epoch that ends
+            # within a pass must not be read further: hooks may then change the order.
+            ahead = not (datasets.has_own_readers(adapter) or self.steps)
 
             def rest(start: int) -> tf.data.Dataset:
                 x.start_at(start)
-                return _with_cardinality(adapter.get_tf_dataset(), x)
+                return beneath(adapter.get_tf_dataset(), () if ahead else datasets.Prefetch)
 
-            known["rest"] = rest
-        elif adapter.num_batches is not None:
-            # The pipeline of arrays has no known length.
+            known = {"hooks": PyDatasetHooks(x, adapter, order.group), "rest": rest}
+            dataset = rest(0)
+        else:
+            ahead = True
+        if adapter.num_batches is not None:  # the pipelines have no known length
             known["steps"] = int(adapter.num_batches)
-        # Keras's own threads read a PyDataset, and stop between two epochs.
-        return dataset, known, not datasets.has_own_readers(adapter)
+        return dataset, known, ahead
+
+    @functools.cached_property
+    def journal(self) -> Journal:
+        """What Python code has made for this worker, to be compared with other workers'."""
+        return Journal()
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The arguments of Keras's adapters."""
+        return {
+            "batch_size": self.batch_size,
+            "steps_per_epoch": self.steps,
+            "shuffle": self.shuffle,
+            "class_weight": self.class_weight,
+        }
+
+    @functools.cached_property
+    def _generator(self) -> GeneratorHooks:
+        """The Python generator; all shards read on."""
+        adapter = datasets.data_adapter(self.x, self.y, self.sample_weight, **self._options)
+        return GeneratorHooks(adapter)
 
     @functools.cached_property
     def _ordered(self) -> OrderedPyDataset:
@@ -195,12 +237,6 @@ class Source:
         """Whether each epoch needs a shard of its own, for a new order."""
         is_array = not (datasets.is_dataset(self.x) or self.is_function() or self.is_read_once)
         return bool(self.shuffle) and is_array and datasets.global_seed() is None
-
-
-def _with_cardinality(dataset: tf.data.Dataset, x: keras.utils.PyDataset) -> tf.data.Dataset:
-    if x.num_batches is None:
-        return dataset
-    return dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
 
 
 def _with_class_weight(shard: Shard, class_weight: Any) -> Shard:

@@ -118,6 +118,9 @@ class EpochHooks:
     def state_at(self, batches: int) -> Any:
         """A JSON value from which `restore` continues the current pass after so many batches."""
 
+    def length(self) -> int | None:
+        """The number of batches of a pass from now on; None if it never changes."""
+
     def reset(self) -> None:
         """Ends an epoch that nobody read, as Keras's fit and evaluate do when they begin."""
 
@@ -131,6 +134,9 @@ class EpochHooks:
 
     def end(self) -> None:
         """Ends an epoch."""
+
+    def leave(self) -> None:
+        """Ends a call, perhaps within an epoch."""
 
     def skip(self) -> None:
         """Passes an epoch that an earlier run has already read."""

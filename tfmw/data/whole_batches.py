@@ -24,6 +24,7 @@ from tfmw.data.batches import (
     global_batch_size,
     input_of,
     parts_of,
+    prefetched,
     rows_of,
     spec_of,
     static_batch_size,
@@ -46,7 +47,7 @@ def of_one_replica(dataset: tf.data.Dataset, read_ahead: bool = True) -> Shard:
     batches = batches if rebuilding.is_tunable(dataset) else untuned(batches)
     even = ShardSizes(uneven=False, empty=False)
     return Shard(
-        batches.prefetch(tf.data.AUTOTUNE) if read_ahead else batches,
+        prefetched(batches, read_ahead),
         steps_in(dataset),
         even,
         even,
@@ -304,7 +305,9 @@ def counted(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tf.Tensor]:
     return parts, tf.stack([examples_of(part) for part in parts])
 
 
-def by_batches(dataset: tf.data.Dataset, sharding: Sharding, size: int | None) -> Shard:
+def by_batches(
+    dataset: tf.data.Dataset, sharding: Sharding, size: int | None, read_ahead: bool
+) -> Shard:
     """Each replica takes whole batches, R of which make a step."""
     local, count = sharding.local_replicas, steps_in(dataset)
     spec = spec_of(dataset)
@@ -326,7 +329,7 @@ def by_batches(dataset: tf.data.Dataset, sharding: Sharding, size: int | None) -
         steps = batches.map(without_autograph(lambda batch, count: ((batch,), count[None])))
     else:
         steps = _taken_together(batches, spec, local)
-    shard = with_unknown_totals(steps, spec, sharding, size, whole=True)
+    shard = with_unknown_totals(steps, spec, sharding, size, whole=True, read_ahead=read_ahead)
     if count is None:
         return shard
     full = ShardSizes(uneven=True, empty=False)
@@ -369,17 +372,24 @@ def _labels(batch: Any) -> Any:
 
 
 def with_unknown_totals(
-    steps: tf.data.Dataset, spec: Any, sharding: Sharding, size: int | None, whole: bool = False
+    steps: tf.data.Dataset,
+    spec: Any,
+    sharding: Sharding,
+    size: int | None,
+    whole: bool = False,
+    read_ahead: bool = True,
 ) -> Shard:
     """A shard whose totals the replicas add up step by step.
 
     Args:
         steps: elements (parts, counts).
         whole: whether a replica without an example needs a whole batch.
+        read_ahead: whether a batch may be read before it is asked for.
     """
     local = sharding.local_replicas
     empty: Any = tuple(zeros(spec, 0) for _ in range(local)), np.zeros([local], np.int64)
     endless = steps.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
     dataset = filled(endless, spec, whole).map(without_autograph(lambda p, c: (p, c, np.int64(-1))))
     sizes = ShardSizes(uneven=True, empty=True)
-    return Shard(deterministic(dataset), None, sizes, sizes, spec, size, size_known=False)
+    dataset = deterministic(dataset, read_ahead)
+    return Shard(dataset, None, sizes, sizes, spec, size, size_known=False)

@@ -130,6 +130,11 @@ class EpochIterator:
 
     def reset(self) -> None:
         """Begins a call of `fit` or an evaluation."""
+        length = self.shard.hooks.length()
+        if length is not None and length != self._pass_steps:
+            self.shard.steps = self._pass_steps = -(-length // self._batches_per_step)
+            if self._requested_steps is None:
+                self.steps_per_epoch = self._pass_steps
         self.shard.hooks.reset()
 
     def begin_epoch(self) -> None:
@@ -172,16 +177,19 @@ class EpochIterator:
         """
         self.steps_done += steps
         self._steps_in_pass += steps
+        if self.steps_done == steps:  # the first call of an epoch
+            self._source.journal.refuse_other_elements(self._group)
         if steps == max_steps:
             return
         self._ended = True
-        if self._requested_steps is not None:
+        if self._requested_steps is not None or self.shard.steps is not None:
             self._run_out()
-        elif self.steps_done == 0 and self.shard.steps is None:
+        elif self.steps_done == 0:
             raise data.empty_dataset()
 
     def end_epoch(self) -> None:
         """Ends the epoch; call it after `next_call` has returned None."""
+        self._source.journal.refuse_other_elements(self._group)
         self.shard.hooks.end()
         self._steps_of_resumed = None
         shard = self.shard
@@ -202,14 +210,12 @@ class EpochIterator:
                 self._begin_pass()  # as Keras does, though no epoch may follow
 
     def leave(self) -> None:
-        """Ends the current pass; the user's dataset goes on as after Keras's calls.
-
-        A generator stays where it is: elements that were read ahead of it would be lost.
-        """
+        """Ends the current pass; the user's dataset goes on as after Keras's calls."""
+        self.shard.hooks.leave()
         for process in self._indexing or ():
             process.kill()
             process.wait()
-        if self.iterator is not None and not self._source.is_generator:
+        if self.iterator is not None:
             if self._reshuffles:
                 self._reshuffles.passes = self._orders_left()
             self.iterator = None
