@@ -11,13 +11,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
 from tests.helpers.cluster import run_cluster
+from tfmw.cluster import wire
+from tfmw.cluster.group import Group
+from tfmw.data import py_dataset
 from tfmw.data.divided_work import BatchExchange, DividedBatches
 
 KEY = b"of this training"
+MOST_KEPT = 4
 
 
 @pytest.fixture
@@ -38,7 +43,7 @@ class Source:
         self.computed: Counter[tuple[int, int]] = Counter()
         self._batch = batch or (lambda index: (np.full([2, 3], index), {"y": np.float32(index)}))
         self.workers = [
-            DividedBatches(exchange, 1, rank, functools.partial(self._compute, rank))
+            DividedBatches(exchange, 1, rank, functools.partial(self._compute, rank), MOST_KEPT)
             for rank, exchange in enumerate(exchanges)
         ]
         for worker in self.workers:
@@ -102,6 +107,54 @@ def test_a_batch_that_cannot_be_fetched_is_computed(exchanges, gone: str) -> Non
     assert [y["y"] for _, y in batches] == list(range(7))
     expected = {(1, 0): 1, (1, 1): 1, (2, 2): 1, (1, 3): 1, (1, 4): 1, (2, 5): 1, (1, 6): 1}
     assert source.computed == expected
+
+
+def test_a_worker_that_cannot_be_reached_is_tried_once(exchanges, caplog, monkeypatch) -> None:
+    attempts = []
+
+    def fails(address: str, key: bytes) -> Any:
+        attempts.append(address)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(wire, "connect", fails)
+    source = Source(exchanges)
+    source.workers[1].begin_epoch()
+    source.read(range(1, 2))
+    assert len(attempts) == 2, "one for each of the others"
+    assert sorted(r.getMessage().split(" of a")[0] for r in caplog.records) == [
+        f"this worker computes worker {owner}'s batches" for owner in (0, 2)
+    ]
+    assert source.computed == {(1, index): 1 for index in range(7)}
+
+
+def test_batches_that_nobody_fetches_are_not_all_kept(exchanges) -> None:
+    source = Source(exchanges)
+    one, other = source.workers[:2]
+    for worker in (one, other):
+        worker.begin_epoch()
+    for index in range(0, 60, 3):
+        one[index]
+    assert len(one._batches) == MOST_KEPT
+    assert len(one._taken) == MOST_KEPT
+    assert [other[index][1]["y"] for index in (3, 57)] == [3, 57]
+    assert source.computed[0, 3] == 2, "an old one is computed again"
+    assert source.computed[0, 57] == 1
+
+
+def test_threads_and_batches_do_not_grow_with_the_number_of_workers(monkeypatch) -> None:
+    kept = []
+    monkeypatch.setattr(py_dataset, "divided", lambda compute, group, most: kept.append(most))
+
+    class Slow(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 9
+
+    for threads, size, expected in ((4, 2, 8), (4, 512, 16), (20, 512, 20), (2, 3, 6)):
+        dataset = py_dataset.OrderedPyDataset(Slow(workers=threads), shuffle=False)
+        dataset.divide(Group(0, size))
+        assert dataset.workers == expected
+        assert dataset.max_queue_size == max(10, expected)
+        assert kept.pop() == dataset.max_queue_size + expected
 
 
 @pytest.mark.parametrize(

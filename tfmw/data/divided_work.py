@@ -10,6 +10,7 @@ NumPy's generators, every worker computes all batches, and draws as one process 
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import threading
@@ -25,6 +26,8 @@ from tfmw.cluster import membership, sockets, wire
 from tfmw.cluster.group import Group
 from tfmw.data.random_state import random_state
 
+logger = logging.getLogger("tfmw")
+
 Key = tuple[int, int]  # (number of the epoch, index of the batch)
 
 
@@ -37,6 +40,7 @@ class BatchExchange:
         self.port: int = listener.getsockname()[1]
         self.peers: list[tuple[str, int]] = []  # of every worker, in order of rank
         self._idle: dict[int, queue.SimpleQueue[wire.Connection]] = {}
+        self._unreachable: set[int] = set()
         self._datasets: weakref.WeakValueDictionary[int, DividedBatches] = (
             weakref.WeakValueDictionary()
         )
@@ -53,6 +57,8 @@ class BatchExchange:
 
     def fetch(self, owner: int, number: int, key: Key) -> list[np.ndarray] | None:
         """The arrays of a batch from the worker that computes it; None if they cannot be had."""
+        if owner in self._unreachable:
+            return None
         idle = self._idle.setdefault(owner, queue.SimpleQueue())
         try:
             connection = idle.get_nowait()
@@ -60,7 +66,16 @@ class BatchExchange:
             host, port = self.peers[owner]
             try:
                 connection = wire.connect(f"{host}:{port}", self._key)
-            except OSError:
+            except OSError as error:  # each attempt may take seconds
+                with self._changed:
+                    first = owner not in self._unreachable
+                    self._unreachable.add(owner)
+                if first:
+                    logger.warning(
+                        "this worker computes worker %d's batches of a PyDataset itself: it cannot "
+                        "connect to %s:%d (%s). Open the ports between the hosts to divide them.",
+                        *(owner, host, port, error),
+                    )
                 return None
         try:
             connection.send({"dataset": number, "batch": key})
@@ -101,10 +116,16 @@ class DividedBatches:
     """The batches of one dataset: batch i is computed by worker i mod N."""
 
     def __init__(
-        self, exchange: BatchExchange, number: int, rank: int, compute: Callable[[int], Any]
+        self,
+        exchange: BatchExchange,
+        number: int,
+        rank: int,
+        compute: Callable[[int], Any],
+        most_kept: int,
     ):
         self.number = number  # from 1; the same on all workers, and greater than those before
         self._exchange, self._rank, self._compute = exchange, rank, compute
+        self._most_kept = most_kept  # for workers that are behind; they compute older ones
         self._like: Any = None  # a batch, with the structure of all
         self._draws = False
         self._epoch = 0
@@ -160,6 +181,10 @@ class DividedBatches:
             is_first = future is None
             if future is None:
                 future = self._batches[key] = Future()
+                if len(self._batches) > self._most_kept:  # some worker computes batches itself
+                    oldest = next(iter(self._batches))
+                    del self._batches[oldest]
+                    self._taken.pop(oldest, None)
             self._taken[key] = self._taken.get(key, 0) + 1
             if self._taken[key] == len(self._exchange.peers):
                 del self._batches[key], self._taken[key]
@@ -184,7 +209,7 @@ _exchange: BatchExchange | None = None
 _numbers = 0
 
 
-def divided(compute: Callable[[int], Any], group: Group) -> DividedBatches:
+def divided(compute: Callable[[int], Any], group: Group, most_kept: int) -> DividedBatches:
     """The batches that `compute` returns, divided between all workers, each of which calls this."""
     global _exchange, _numbers
     if _exchange is None:
@@ -194,4 +219,4 @@ def divided(compute: Callable[[int], Any], group: Group) -> DividedBatches:
         _exchange = BatchExchange(joined.hosts[group.rank], key)
         _exchange.peers = list(zip(joined.hosts, group.from_all(_exchange.port), strict=True))
     _numbers += 1
-    return DividedBatches(_exchange, _numbers, group.rank, compute)
+    return DividedBatches(_exchange, _numbers, group.rank, compute, most_kept)

@@ -27,6 +27,8 @@ from tfmw.data.random_state import (
 )
 from tfmw.data.values import EpochHooks
 
+_MOST_THREADS = 16  # each of which has a whole batch
+
 
 class OrderedPyDataset(keras.utils.PyDataset):
     """The user's dataset in the order of the current pass; before the first one in its own."""
@@ -79,11 +81,12 @@ class OrderedPyDataset(keras.utils.PyDataset):
         in_threads = threads > 1 and not self._dataset.use_multiprocessing
         if self._divided is not None or group.size == 1 or not in_threads:
             return
-        self._divided = divided(self._compute, group)
         self._group = group
         # As many threads as there were compute at a time: the others wait for other workers.
-        self.workers = threads * group.size
+        self.workers = max(threads, min(threads * group.size, _MOST_THREADS))
         self.max_queue_size = max(self._dataset.max_queue_size, self.workers)
+        # No worker is further behind another one.
+        self._divided = divided(self._compute, group, self.max_queue_size + self.workers)
 
     def begin_epoch(self) -> None:
         """Call it before batches of another epoch are read."""
