@@ -5,8 +5,13 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import select
+import signal
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +24,11 @@ import tensorflow as tf
 
 from tests.helpers.cases import every
 from tfmw import data
-from tfmw.data import record_index
+from tfmw.cluster.group import Group
+from tfmw.data import record_files, record_index
 from tfmw.data.grain_datasets import by_index
 from tfmw.errors import UsageError
+from tfmw.train.epoch_iterator import EpochIterator
 
 N, B = 50, 8
 
@@ -474,3 +481,91 @@ def test_only_what_has_an_index_is_read_by_it() -> None:
     for name, make in ALL.items():
         assert (by_index(make(Counting())) is None) == (name in STATES), name
     assert by_index(_loader(Counting(), workers=2)) is None
+
+
+def test_lines_are_found_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With breaks, and carriage returns, at and beside the ends of pieces."""
+    path = tmp_path / "rows.txt"
+    for text in (
+        b"ab\r\n\n\r\ncdef\r\n\nghi\r",
+        b"ab\ncd\n",
+        b"\n",
+        b"a",
+        b"\r\n" * 5,
+        b"abcdefghij",
+    ):
+        path.write_bytes(text)
+        expected = list(tf.data.TextLineDataset(str(path)).as_numpy_iterator())
+        for size in range(1, len(text) + 2):
+            monkeypatch.setattr(record_index, "_PIECE", size)
+            index = record_index.index_of(str(path), "text", None)
+            assert [text[begin:end] for begin, end in index] == expected, (text, size)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_few_of_many_files_are_open_at_a_time(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_files, "_OPENED", 4)
+    paths = []
+    for number in range(40):
+        paths.append(tmp_path / f"{number:02}.txt")
+        paths[-1].write_text(f"{number}\n{number + 40}")
+    before = len(os.listdir("/proc/self/fd"))
+    index_dir = tmp_path / "index" if kept else None
+    records = record_files.Records([str(path) for path in paths], "text", index_dir)
+    numbers = np.random.default_rng(1).integers(80, size=300)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(records.columns_at, np.split(numbers, 30)))
+    expected = [[b"%d" % (n // 2 + 40 * (n % 2)) for n in part] for part in np.split(numbers, 30)]
+    assert [part.tolist() for part in found] == expected
+    assert len(os.listdir("/proc/self/fd")) <= before + 2 * 4 + 1
+
+
+def test_parquet_files_are_open_while_they_are_decoded(tmp_path: Path) -> None:
+    for number in range(40):
+        table = pyarrow.table({"x": [number, number + 40]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{number:02}.parquet")
+    before = len(os.listdir("/proc/self/fd"))
+    rows = data.from_parquet(tmp_path / "*.parquet").map(lambda row: row["x"])
+    found = [int(x) for x in rows]
+    assert sorted(found) == list(range(80))
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+@pytest.fixture
+def endless_text(tmp_path: Path) -> str:
+    """So long that no index of it is ever complete; it takes no space."""
+    path = tmp_path / "rows.txt"
+    with path.open("wb") as file:
+        file.truncate(1 << 42)
+    return str(path)
+
+
+def test_the_process_that_makes_indices_ends_with_the_call(
+    endless_text: str, tmp_path: Path
+) -> None:
+    process = record_index.make_in_background([endless_text], "text", str(tmp_path / "index"))
+    assert process is not None
+    dataset = tf.data.Dataset.range(4).batch(2)
+    epoch = EpochIterator(data.Source(dataset), Group(0, 1), data.Sharding(), None, "steps")
+    epoch._indexing = [process]
+    epoch.end_indexing()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_the_process_that_makes_indices_ends_with_the_training(
+    endless_text: str, tmp_path: Path
+) -> None:
+    program = (
+        "import sys; from tfmw.data import record_index; "
+        "print(record_index.make_in_background([sys.argv[1]], 'text', sys.argv[2]).pid, flush=True)"
+        "; input()"
+    )
+    command = [sys.executable, "-c", program, endless_text, str(tmp_path / "index")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as training:
+        assert training.stdout is not None
+        helper = os.pidfd_open(int(training.stdout.readline()))
+        training.kill()
+    select.select([helper], [], [])  # until it has ended
+    os.close(helper)

@@ -40,6 +40,7 @@ from tfmw.storage import disk
 logger = logging.getLogger("tfmw")
 
 _MANY_FILES = 1_000_000
+_OPENED = 64  # files of a dataset that are open at a time
 _GROUPS = 8  # decoded row groups of parquet files that are kept
 
 
@@ -128,21 +129,29 @@ class Records:
     """
 
     def __init__(self, paths: Sequence[str], kind: str, index_dir: str | os.PathLike[str] | None):
-        self._paths = paths
-        # int64 [records, 2] of each file: begin and end of the bytes
-        self._index = [record_index.index_of(path, kind, index_dir) for path in paths]
-        self.counts = [len(index) for index in self._index]
+        # int64 [records, 2] of a file: begin and end of the bytes
+        index_of = functools.partial(record_index.index_of, kind=kind, index_dir=index_dir)
+        indices = [index_of(path) if index_dir is None else None for path in paths]
+        self.counts = [
+            len(index_of(path) if index is None else index)
+            for path, index in zip(paths, indices, strict=True)
+        ]
         self._ends: np.ndarray = np.cumsum(self.counts)
-        self._opened: dict[int, int] = {}
+
+        def opened(file: int) -> tuple[_File, np.ndarray]:
+            index = indices[file]  # those that are kept on disk are mapped, with a descriptor
+            return _File(paths[file]), index_of(paths[file]) if index is None else index
+
+        self._opened = functools.lru_cache(_OPENED)(opened)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, number: int) -> bytes:
         file = int(np.searchsorted(self._ends, number, side="right"))
-        index = self._index[file]
+        opened, index = self._opened(file)
         begin, end = map(int, index[number - int(self._ends[file]) + len(index)])
-        return os.pread(self._descriptor(file), end - begin, begin)
+        return os.pread(opened.descriptor, end - begin, begin)
 
     def columns_at(self, numbers: Sequence[int]) -> np.ndarray:
         """The bytes of these records: object [n]."""
@@ -150,12 +159,13 @@ class Records:
         found[:] = [self[number] for number in numbers]
         return found
 
-    def _descriptor(self, file: int) -> int:
-        opened = self._opened.get(file)
-        if opened is None:  # two threads may both open it
-            opened = self._opened[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, opened)
-        return opened
+
+class _File:
+    """An open file, which is closed once no thread reads it."""
+
+    def __init__(self, path: str):
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 def from_parquet(
@@ -190,10 +200,15 @@ class _ParquetRows:
     def __init__(self, paths: Sequence[str], columns: Sequence[str] | None):
         import pyarrow.parquet
 
-        files = [pyarrow.parquet.ParquetFile(path) for path in paths]
-        self._columns = columns
-        self._groups = [(f, g) for f in files for g in range(f.metadata.num_row_groups)]
-        sizes = [f.metadata.row_group(g).num_rows for f, g in self._groups]
+        self._open, self._columns = pyarrow.parquet.ParquetFile, columns
+        self._groups: list[tuple[str, int]] = []
+        sizes = []
+        for path in paths:
+            with self._open(path) as file:
+                footer = file.metadata
+            groups = range(footer.num_row_groups)
+            self._groups += [(path, group) for group in groups]
+            sizes += [footer.row_group(group).num_rows for group in groups]
         self._ends: np.ndarray = np.cumsum(sizes)
         self._group = functools.lru_cache(_GROUPS)(self._decoded)
 
@@ -213,8 +228,9 @@ class _ParquetRows:
         return {name: stacked(rows) for name, rows in out.items()}
 
     def _decoded(self, number: int) -> dict[str, np.ndarray]:
-        file, group = self._groups[number]
-        table = file.read_row_group(group, columns=self._columns)
+        path, group = self._groups[number]
+        with self._open(path) as file:
+            table = file.read_row_group(group, columns=self._columns)
         return {name: _rows(name, table[name]) for name in table.column_names}
 
 

@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import hashlib
 import itertools
 import json
 import mmap
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -28,6 +30,7 @@ DIRECTORY = "record_index"
 """The indices of the files of a run, beside its backups."""
 
 _LARGE = 1 << 26  # bytes of files whose index takes a second or more
+_PIECE = 1 << 26  # bytes of a text that are looked at together
 
 # tensorflow/core/lib/io/record_writer.h: uint64 length, uint32 checksum of it, the bytes, uint32
 # checksum of those.
@@ -51,7 +54,7 @@ def make_in_background(
         return None
     packages = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     with tempfile.TemporaryFile() as arguments:
-        arguments.write(json.dumps([list(paths), kind, index_dir]).encode())
+        arguments.write(json.dumps([list(paths), kind, index_dir, os.getpid()]).encode())
         arguments.seek(0)
         return subprocess.Popen(
             [sys.executable, "-P", os.path.abspath(__file__)],
@@ -63,8 +66,12 @@ def make_in_background(
 
 
 def _make() -> None:
+    paths, kind, index_dir, parent = json.load(sys.stdin)
+    if sys.platform.startswith("linux"):  # prctl(2), PR_SET_PDEATHSIG: ends with the training
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            return
     os.nice(19)
-    paths, kind, index_dir = json.load(sys.stdin)
     for path in paths:
         index_of(path, kind, index_dir)
 
@@ -133,14 +140,18 @@ def _tfrecords(path: str, whole: mmap.mmap) -> np.ndarray:
 def _lines(whole: mmap.mmap) -> np.ndarray:
     """Begin and end of each line, without its line break, as `TextLineDataset` has them."""
     content: np.ndarray = np.frombuffer(whole, np.uint8)
-    breaks = np.flatnonzero(content == ord("\n"))
-    last = len(content)
-    ends = breaks if len(breaks) and breaks[-1] == last - 1 else np.append(breaks, last)
-    begins: np.ndarray = np.append(0, ends[:-1] + 1)
-    returns = (ends > begins) & (content[np.maximum(ends - 1, 0)] == ord("\r"))
-    found: np.ndarray = np.stack([begins, ends - returns], axis=1).astype(np.int64)
+    found: list[np.ndarray] = []  # of each piece: a copy of a large file may not fit into memory
+    next_begin, last = 0, len(content)
+    for first in range(0, last, _PIECE):
+        ends: np.ndarray = first + np.flatnonzero(content[first : first + _PIECE] == ord("\n"))
+        if first + _PIECE >= last and content[-1] != ord("\n"):
+            ends = np.append(ends, last)
+        begins: np.ndarray = np.append(next_begin, ends + 1)
+        next_begin, begins = int(begins[-1]), begins[:-1]
+        returns = (ends > begins) & (content[np.maximum(ends - 1, 0)] == ord("\r"))
+        found.append(np.stack([begins, ends - returns], axis=1).astype(np.int64))
     del content  # the file cannot be closed while an array refers to it
-    return found
+    return np.concatenate(found)
 
 
 def _members(path: str, extensions: Sequence[str]) -> np.ndarray:

@@ -212,9 +212,7 @@ class EpochIterator:
     def leave(self) -> None:
         """Ends the current pass; the user's dataset goes on as after Keras's calls."""
         self.shard.hooks.leave()
-        for process in self._indexing or ():
-            process.kill()
-            process.wait()
+        self.end_indexing()
         if self.iterator is not None:
             if self._reshuffles:
                 self._reshuffles.passes = self._orders_left()
@@ -310,6 +308,13 @@ class EpochIterator:
         index_dir, x = self._order.index_dir, self._source.x
         if index_dir is not None and self._indexing is None and datasets.is_dataset(x):
             self._indexing = data.index_in_background(x, index_dir)
+
+    def end_indexing(self) -> None:
+        """Ends the processes of `index_files`; also after an error."""
+        for process in self._indexing or ():
+            process.kill()
+            process.wait()
+        self._indexing = None
 
     def restore_position(self) -> None:
         """Restores the position, on any number of workers: same batches, same order."""

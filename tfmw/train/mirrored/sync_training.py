@@ -90,6 +90,7 @@ class MirroredTraining:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._data.end_indexing()
         if error[0] is None:
             self._data.leave()
         self._stack.__exit__(*error)  # the driver is not cached after an error
