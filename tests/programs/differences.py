@@ -761,20 +761,6 @@ def mean_of_some() -> keras.Model:
     return own(Masked, encoder=encoder())
 
 
-class Clipped(Own):
-    def train_step(self, data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self.encoder(data[0])))
-        grads = tape.gradient(loss, self.trainable_weights)
-        grads = [tf.clip_by_norm(g, 0.01) for g in grads]  # HERE
-        self.optimizer.apply_gradients(zip(grads, self.trainable_weights, strict=True))
-        return {"loss": loss}
-
-
-def clipped_by_hand() -> keras.Model:
-    return own(Clipped, encoder=encoder())
-
-
 class Hits(keras.metrics.Metric):
     """As in Keras's guide: labels [n] against predictions [n, 1] are n * n comparisons."""
 
@@ -806,12 +792,214 @@ def pairs_in_a_metric_function() -> keras.Model:
     return model
 
 
-EQUAL = [vae, wgan_gp]
+# ---------------------------------------------------------------- weights and gradients by hand
+
+
+class ByHand(Own):
+    """A subclass updates the weights with the gradients of a mean."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return ops.mean((self.encoder(x) - ops.sin(x[:, :4])) ** 2)
+
+    def gradients(self, x: Any, y: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x, y)
+        grads: list[Any] = tape.gradient(loss, self.trainable_weights)
+        return grads
+
+    def train_step(self, data: Any) -> Any:
+        grads = self.gradients(*data)
+        self.update(grads, *data)
+        return {"made": self.loss_of(*data), "norm": tf.linalg.global_norm(grads)}
+
+    def update(self, grads: list[Any], x: Any, y: Any) -> None:
+        raise NotImplementedError
+
+
+class SharpnessAware(ByHand):
+    """As the paper, and then gradient descent with momentum and clipping, all by hand."""
+
+    def build(self, shape: Any) -> None:
+        self.momenta = [
+            self.add_weight(shape=v.shape, initializer="zeros", trainable=False)
+            for v in self.encoder.trainable_weights
+        ]
+        self.examples = self.add_weight(
+            shape=(), initializer="zeros", dtype="int32", trainable=False
+        )
+
+    def update(self, grads: list[Any], x: Any, y: Any) -> None:
+        weights, norm = self.encoder.trainable_weights, tf.linalg.global_norm(grads)
+        steps = [grad * 0.05 / (norm + 1e-12) for grad in grads]
+        for variable, step in zip(weights, steps, strict=True):
+            variable.assign_add(step)
+        grads, _ = tf.clip_by_global_norm(self.gradients(x, y), 0.5)
+        for variable, step in zip(weights, steps, strict=True):
+            variable.value.assign_sub(step)
+        for variable, grad, momentum in zip(weights, grads, self.momenta, strict=True):
+            momentum.assign(0.9 * momentum + grad)
+            variable.assign(variable - 0.1 * momentum)
+        self.examples.assign_add(ops.shape(x)[0])
+
+
+def sharpness_aware() -> keras.Model:
+    return own(SharpnessAware, encoder=encoder())
+
+
+class Reptile(ByHand):
+    def update(self, grads: list[Any], x: Any, y: Any) -> None:
+        before = [tf.identity(v) for v in self.trainable_weights]
+        for _ in range(3):
+            for variable, grad in zip(self.trainable_weights, grads, strict=True):
+                variable.assign_sub(0.1 * grad)
+            grads = self.gradients(x, y)
+        for variable, value in zip(self.trainable_weights, before, strict=True):
+            variable.assign(value + 0.5 * (variable - value))
+
+
+def reptile() -> keras.Model:
+    return own(Reptile, encoder=encoder())
+
+
+class Guarded(ByHand):
+    """Updates by an optimizer, if all gradients are finite."""
+
+    def update(self, grads: list[Any], x: Any, y: Any) -> None:
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in grads])
+        grads = [tf.where(finite, tf.clip_by_norm(g, 0.1), tf.zeros_like(g)) for g in grads]
+        self.optimizer.apply(grads, self.trainable_weights)
+
+
+def guarded() -> keras.Model:
+    return own(Guarded, encoder=encoder())
+
+
+class MetaLearner(Guarded):
+    """MAML: a loss after a step along the gradients of another, of which it has the derivative."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = super().loss_of(x, y)
+        weights = self.trainable_weights
+        grads = tape.gradient(loss, weights)
+        a, b, c, d = (v - 0.3 * g for v, g in zip(weights, grads, strict=True))
+        outputs = ops.tanh(1.1 * x @ a + b) @ c + d
+        return ops.mean((outputs - ops.sin(x[:, :4])) ** 2)
+
+
+def meta_learner() -> keras.Model:
+    return own(MetaLearner, encoder=encoder())
+
+
+class Adversarial(Guarded):
+    """Examples moved along the gradient of a mean, which is computed with that of the weights."""
+
+    def gradients(self, x: Any, y: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = self.loss_of(x, y)
+        by_x, *grads = tape.gradient(loss, [x, *self.trainable_weights])
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x + 5.0 * by_x, y)
+        more = tape.gradient(loss, self.trainable_weights)
+        return [a + b for a, b in zip(grads, more, strict=True)]
+
+
+def adversarial() -> keras.Model:
+    return own(Adversarial, encoder=encoder())
+
+
+class InputPenalty(Own):
+    """The squared gradients of a mean by the examples are part of the loss."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        loss = ops.mean((self.encoder(x) - ops.sin(x[:, :4])) ** 2)
+        (grads,) = tf.gradients(loss, x)
+        return loss + 10.0 * ops.mean(ops.sum(grads**2, axis=1))
+
+
+def gradient_penalty() -> keras.Model:
+    return own(InputPenalty, encoder=encoder())
+
+
+class Hebbian(layers.Layer):
+    """Learns in `call`, without a gradient."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 4))
+
+    def call(self, x: Any) -> Any:
+        y, rows = x @ self.kernel, ops.cast(ops.shape(x)[0], "float32")
+        learned = ops.transpose(ops.stop_gradient(x)) @ ops.stop_gradient(y)
+        self.kernel.assign_add(0.01 * learned / rows)
+        return y
+
+
+def hebbian() -> keras.Model:
+    return compiled(keras.Sequential([encoder(), Hebbian(), dense(CLASSES)]))
+
+
+class Codes(Own):
+    """The nearest rows of a frozen Embedding, which move towards the examples that chose them."""
+
+    def build(self, shape: Any) -> None:
+        self.codes.build((None,))
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        z, table = self.encoder(x), self.codes.embeddings
+        distances = ops.sum(table**2, axis=1) - 2 * z @ ops.transpose(table)
+        chosen = ops.argmin(distances, axis=1)
+        code = self.codes(chosen)
+        self.learn(ops.stop_gradient(z), code, chosen)
+        return ops.mean((z - ops.stop_gradient(code)) ** 2)
+
+    def learn(self, z: Any, code: Any, chosen: Any) -> None:
+        self.codes.embeddings.value.scatter_add(tf.IndexedSlices(0.1 * (z - code), chosen))
+
+
+def codebook(cls: type[Own] = Codes) -> keras.Model:
+    return own(cls, encoder=encoder(), codes=layers.Embedding(5, 4, trainable=False))
+
+
+class MeansOfSome(Codes):
+    """As k-means: a ratio of sums."""
+
+    def learn(self, z: Any, code: Any, chosen: Any) -> None:
+        one_hot = ops.one_hot(chosen, 5)
+        means = ops.transpose(one_hot) @ z / (ops.sum(one_hot, axis=0)[:, None] + 1.0)
+        self.codes.embeddings.assign(means)
+
+
+class MovingCodes(layers.Layer):
+    """VQ-VAE by moving averages, of which it reads a quotient."""
+
+    def build(self, shape: Any) -> None:
+        self.codes = self.add_weight(shape=(5, 4), trainable=False)
+        self.sizes = self.add_weight(shape=(5,), initializer="ones", trainable=False)
+        self.sums = self.add_weight(shape=(5, 4), initializer="ones", trainable=False)
+
+    def call(self, z: Any) -> Any:
+        distances = ops.sum(self.codes**2, axis=1) - 2 * z @ ops.transpose(self.codes)
+        one_hot = ops.one_hot(ops.argmin(distances, axis=1), 5)
+        chosen = one_hot @ self.codes
+        self.sizes.assign(0.9 * self.sizes + 0.1 * ops.sum(one_hot, axis=0))
+        self.sums.assign(0.9 * self.sums + 0.1 * ops.transpose(one_hot) @ ops.stop_gradient(z))
+        self.codes.assign(self.sums / self.sizes[:, None])
+        self.add_loss(ops.mean((ops.stop_gradient(chosen) - z) ** 2))
+        return z + ops.stop_gradient(chosen - z)
+
+
+def moving_codes() -> keras.Model:
+    return compiled(keras.Sequential([encoder(), MovingCodes(), dense(CLASSES)]))
+
+
+EQUAL = [vae, wgan_gp, sharpness_aware, codebook, adversarial]
 EQUAL_TOO = [
     *(of_constants, sum_by_hand, synchronized_norm),
     *(vq_vae, real_nvp, siamese, deep_fm, distillation, gradient_centralization, mixup),
     *(loss_in_a_function, recurrent, normalized_batches, contrastive, conditional_gan, cycle_gan),
     *(speech, detection, gan, added_losses, transformer, masked_language_model),
+    *(reptile, guarded, meta_learner, gradient_penalty, hebbian, moving_codes),
 ]
 STATIC = [(counters, BATCH)]
 STATIC_TOO = [
@@ -827,7 +1015,6 @@ DIFFERENT = [
     (pairs_in_a_metric, Hits, "the metric hits has one value for each pair"),
 ]
 DIFFERENT_TOO = [
-    (clipped_by_hand, Clipped, "the gradient of .* is neither a sum nor a mean"),
     (two_tower, TwoTower, "the loss categorical_crossentropy compares the examples"),
     (mean_of_some, Masked, "the loss of train_step is neither a sum nor a mean"),
     (nt_xent, NTXent, "the loss of train_step compares the examples"),
@@ -922,6 +1109,33 @@ def test_queue_of_examples_in_a_weight_is_refused(two_replicas: Any) -> None:
     bank = keras.Variable(np.ones((16, 4), "float32"), trainable=False, name="bank")
     with pytest.raises(tfmw.UsageError, match=r"the variable 'bank' gets values of single exam"):
         trained(lambda: own(Queue, encoder=encoder(), bank=bank), two_replicas)
+
+
+def test_assigned_value_that_replicas_cannot_combine_is_refused(two_replicas: Any) -> None:
+    with pytest.raises(
+        tfmw.UsageError, match=r"embeddings' is assigned in a step, and its va"
+    ) as e:
+        trained(lambda: codebook(MeansOfSome), two_replicas)
+    assert f"{__file__}:" in str(e.value)
+
+
+class Shaken(ByHand):
+    def update(self, grads: list[Any], x: Any, y: Any) -> None:
+        for variable in self.trainable_weights:
+            variable.assign_add(tf.random.normal(variable.shape))
+        own_bias = tf.distribute.get_replica_context().all_gather(
+            self.trainable_weights[-1].value[None], axis=0
+        )
+        self.spread.assign(ops.max(own_bias, axis=0) - ops.min(own_bias, axis=0))
+
+
+def test_random_value_is_that_of_one_replica(two_replicas: Any) -> None:
+    spread = keras.Variable(np.ones(4, "float32"), trainable=False, name="spread")
+    model = own(Shaken, encoder=encoder(), spread=spread)
+    before = model.get_weights()
+    tfmw.fit(model, X, Y, batch_size=BATCH, verbose=0, strategy=two_replicas)
+    assert not np.asarray(spread).any()
+    assert np.abs(model.get_weights()[0] - before[0]).min() > 0
 
 
 class Counted(Own):

@@ -169,7 +169,8 @@ def _local_apply(
 
             def update() -> tf.Tensor:
                 _set_shapes(totals, updated)  # TensorFlow's gather of rows may lose them
-                keras_apply(totals, updated)
+                with overridden([(weight, "watches", False)]):
+                    keras_apply(totals, updated)
                 return tf.constant(0)
 
             if xla:

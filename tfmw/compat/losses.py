@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -30,9 +30,12 @@ from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing
 )
 from keras.src.losses import loss as loss_module
 
-from tfmw.compat.dataflow.flow import FIXED, Flow
+from tfmw.compat import assigned_weights
+from tfmw.compat.assigned_weights import Assignable, Exchanges, is_read
+from tfmw.compat.dataflow.flow import BAD, FIXED, Flow
 from tfmw.compat.dataflow.walk import Dataflow
 from tfmw.compat.differences import Differences
+from tfmw.compat.gradients import graph_gradients, tape_gradient
 from tfmw.compat.graph import is_symbolic
 from tfmw.compat.objects import BaseTrainer, Trainer, backend_module, overridden
 
@@ -66,6 +69,9 @@ class ReplicaWeight:
     # Whether the losses of other replicas depend on this one's weights and examples, as by a
     # synchronized BatchNormalization.
     coupled: bool = False
+    exchanges: Exchanges = dataclasses.field(default_factory=Exchanges)
+    # id of the handle of this process's copy -> the variable, of those that a step may assign.
+    assignable: dict[int, Assignable] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.updated_by is None:
@@ -78,6 +84,11 @@ class ReplicaWeight:
         self.differences = Differences()
         self.loss_name: str | None = None  # of the loss whose values Keras reduces now
         self.loss_weighted = False  # whether the weight was applied in `weighted_loss`
+        self.watches = False  # whether assignments to `assignable` are combined over replicas
+        self.gradients: list[Any] = []  # by weights, that a tape computed
+        self.wanted = False  # whether the step must be traced with `exchanges.gradients`
+        # (Keras variable, this replica's copy, value) assigned on each replica alone
+        self.own_values: list[tuple[Any, Any, Any]] = []
         self.layer_losses: dict[int, list[tf.Tensor]] = {}  # of `add_loss`, by the layer's id
         # While XLA compiles a step, which cannot contain collectives: (gradients, what reduces and
         # applies them).
@@ -86,10 +97,15 @@ class ReplicaWeight:
     def begins(self, batch: Any) -> None:
         """Notes the tensors that the step gets, in the graph in which it is traced."""
         self.flows = Dataflow(batch)
+        self.graph = tf.compat.v1.get_default_graph()
+        self.before = {op.name for op in self.graph.get_operations()}
 
     def note(self, subject: str, value: Any) -> None:
         """Notes a loss or metric, if replicas cannot combine it."""
-        self.differences.note(subject, self.flows.of(value))
+        flow = self.flows.of(value)
+        if flow.kind in BAD and self.wants_gradients(value):
+            return
+        self.differences.note(subject, flow)
 
     @contextlib.contextmanager
     def deferring_gradients(self) -> Iterator[list[Any]]:
@@ -154,65 +170,45 @@ class ReplicaWeight:
         loss = self.estimate_of_scalar(loss)
         return self.declared(loss * tf.cast(self.fraction, loss.dtype), loss)
 
-    def estimates_of_gradients(self, target: Any, grads: Any) -> Any:
-        """Gradients of this replica's loss -> estimates of those of the global loss.
+    # ------------------------------------------------------------ what replicas exchange
 
-        The loss, or losses that are added up, are noted if replicas cannot combine them.
-        """
-        for loss in tf.nest.flatten(target):
-            if is_symbolic(loss):
-                self.note("the loss of train_step", loss)
-        added = self._are_added(target)
+    def means(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Means over replicas, weighted by their fractions."""
+        return self.all_sum([v * tf.cast(self.fraction, v.dtype) for v in values])
 
-        def estimate(grad: Any) -> Any:
-            if grad is None:
-                return None
-            if added or self._weighs_outputs:
-                whole = tf.math.divide_no_nan(tf.ones([], tf.float64), self.fraction)
-                (grad,) = scaled([grad], whole)
-            values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
-            self.flows.declare(values, Flow("reduced"))
-            return grad
-
-        return tf.nest.map_structure(estimate, grads)
-
-    @property
-    def _weighs_outputs(self) -> bool:
-        return self.coupled and self.uneven and not (self.in_loss or self.alone)
-
-    def _are_added(self, target: Any) -> bool:
-        """Whether losses are values per example, or sums of them: those of replicas add up."""
-        flows = [self.flows.of(loss) for loss in tf.nest.flatten(target) if is_symbolic(loss)]
-        return bool(flows) and all(
-            flow.kind == "rows" or (flow.kind in ("reduced", "size") and flow.degree == 1)
-            for flow in flows
-        )
-
-    def output_gradients(self, target: Any) -> Any:
-        """The gradients of losses with respect to themselves, where the weight belongs there.
-
-        What flows from the losses of other replicas to this one's examples has their weights. The
-        weight of this one is applied to the gradients later, and is taken out of them before.
-        """
-        if not self._weighs_outputs or self._are_added(target):
+    def total(self, value: tf.Tensor) -> tf.Tensor | None:
+        """What one process has in place of a sum or mean over this replica's examples."""
+        flow = self.flows.of(value)
+        if flow.kind == "fixed":
+            return value
+        if flow.kind not in ("size", "reduced") or flow.axes or flow.degree not in (0, 1):
             return None
-        return tf.nest.map_structure(
-            lambda loss: tf.ones_like(loss) * tf.cast(self.fraction, loss.dtype), target
-        )
+        if flow.degree == 1:
+            return self.all_sum([value])[0]
+        return self.means([value])[0] if value.dtype.is_floating else None
 
+    def of_first_replica(self, value: tf.Tensor) -> tf.Tensor:
+        """The first replica's value, which has examples if any replica has."""
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return self.all_sum([tf.where(replica == 0, value, tf.zeros_like(value))])[0]
 
-def scaled(grads: Iterable[Any], factor: Any) -> list[Any]:
-    """Gradients, dense or `tf.IndexedSlices`, times a scalar; None stays None."""
-    factors: dict[tf.DType, tf.Tensor] = {}  # one for each dtype, not one for each gradient
+    def wants_gradients(self, value: Any) -> bool:
+        """Whether a value follows from a tape's gradients, which are not exchanged yet."""
+        if self.exchanges.gradients or self.alone or not self.gradients:
+            return False
+        if self.flows.follows(value, self.gradients):
+            self.wanted = True
+        return self.wanted
 
-    def one(grad: Any) -> Any:
-        if isinstance(grad, tf.IndexedSlices):
-            return tf.IndexedSlices(one(grad.values), grad.indices, grad.dense_shape)
-        if grad.dtype not in factors:
-            factors[grad.dtype] = tf.cast(factor, grad.dtype)
-        return grad * factors[grad.dtype]
-
-    return [None if grad is None else one(grad) for grad in grads]
+    def needed_exchanges(self) -> Exchanges:
+        """What the step that was traced needs: it is traced again if that is more."""
+        read = {
+            id(variable)
+            for variable, copy, value in self.own_values
+            if not self.alone
+            and is_read(copy, value.graph, self.before if value.graph is self.graph else set())
+        }
+        return Exchanges(self.exchanges.gradients or self.wanted, self.exchanges.variables | read)
 
 
 # Loss -> the flow of its values, where there is no graph of the step.
@@ -476,25 +472,6 @@ def _scale_regularization(weight: ReplicaWeight, original: Any, regularization_l
     return tf.reduce_sum(regularization_loss)
 
 
-def _gradient(
-    weight: ReplicaWeight,
-    tape_gradient: Any,
-    tape: Any,
-    target: Any,
-    sources: Any,
-    output_gradients: Any = None,
-    *arguments: Any,
-    **options: Any,
-) -> Any:
-    """Gradients with respect to weights are estimates of those of the global loss."""
-    of_weights = all(hasattr(source, "handle") for source in tf.nest.flatten(sources))
-    if output_gradients is not None or not of_weights:
-        return tape_gradient(tape, target, sources, output_gradients, *arguments, **options)
-    weighted = weight.output_gradients(target)
-    grads = tape_gradient(tape, target, sources, weighted, *arguments, **options)
-    return weight.estimates_of_gradients(target, grads)
-
-
 _NN = (tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
 
 _HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -519,7 +496,9 @@ _HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     # The two functions that TensorFlow's tutorial on custom training loops uses.
     *[(nn, "compute_average_loss", _compute_average_loss) for nn in _NN],
     *[(nn, "scale_regularization_loss", _scale_regularization) for nn in _NN],
-    (tf.GradientTape, "gradient", _gradient),
+    (tf.GradientTape, "gradient", tape_gradient),
+    (tf, "gradients", graph_gradients),
+    *assigned_weights.HOOKS,
 ]
 """(owner, name of a function, what replaces it: see `_hooked`)."""
 

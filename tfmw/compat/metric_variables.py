@@ -20,13 +20,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw.compat.differences import user_line
-from tfmw.compat.graph import ancestors, descendants, is_symbolic
+from tfmw.compat.assigned_weights import increment, reading_operations
+from tfmw.compat.graph import ancestors, is_symbolic
 from tfmw.compat.losses import ReplicaWeight, current_weight
-from tfmw.compat.memory import copies_of
-from tfmw.compat.models import native
 from tfmw.compat.objects import Trainer, contains, overridden, unique
-from tfmw.errors import UsageError
 
 _collecting = threading.local()
 
@@ -70,7 +67,7 @@ def combination(variable: Any, value: Any) -> str | None:
     """
     if not is_symbolic(value):
         return "sum"  # eager: there is no graph to inspect
-    reading = _reading(variable, value)
+    reading = reading_operations(variable, value)
     kinds: dict[str, str | None] = {}  # of the operations that read the variable
     for op in ancestors([value], stop=lambda t: t.op.name not in reading):
         kinds[op.name] = _update_kind(op, [kinds.get(t.op.name) for t in op.inputs], reading)
@@ -95,25 +92,6 @@ def _update_kind(op: tf.Operation, kinds: list[str | None], reading: set[str]) -
     if op.type == "TensorScatterAdd":
         return "sum" if kinds[0] else None
     return None
-
-
-def increment(variable: Any, value: Any) -> Any | None:
-    """The tensor x of an update to f(variable) + x, where only f reads the variable; else None."""
-    if not is_symbolic(value):
-        return None
-    operation = value.op
-    while operation.type in ("Identity", "EnsureShape", "StopGradient"):
-        operation = operation.inputs[0].op
-    if operation.type not in ("AddV2", "Add"):
-        return None
-    reading = _reading(variable, value)
-    others = [t for t in operation.inputs if t.op.name not in reading]
-    return others[0] if len(others) == 1 else None
-
-
-def _reading(variable: Any, value: Any) -> set[str]:
-    """Names of the operations in the graph of `value` that depend on a Keras variable."""
-    return descendants(value.graph.capture(copy.handle) for copy in copies_of(native(variable)))
 
 
 def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
@@ -149,25 +127,6 @@ def recorded_assignments(
 
 
 # ---------------------------------------------------------------- increments
-
-
-def assigned_in_layer(variable: Any, value: Any) -> Any:
-    """The value for a variable of a layer in a step of a replica, in place of `value`."""
-    weight = current_weight()
-    if weight is None or not variable.dtype.startswith(("float", "bfloat")):
-        return value
-    if is_symbolic(value) and weight.flows.of(value).kind == "rows":
-        line = user_line(value.op)
-        raise UsageError(
-            f"the variable {variable.path!r} gets values of single examples"
-            f"{'' if line is None else f' at {line}'}, such as a queue of features: replicas have "
-            "different examples, and a weight must be the same on all of them. Train on one "
-            "replica, or keep a mean or sum over the batch in the variable."
-        )
-    added = increment(variable, value)
-    if added is None or increment_kind(added, weight) != "sum":
-        return value
-    return value + (weight.estimate_of_sum(added) - added)
 
 
 def increment_kind(value: Any, weight: ReplicaWeight) -> str:
@@ -223,7 +182,8 @@ def _correct(metric: Any, updates: list[tuple[Any, Any]], weight: ReplicaWeight)
     for variable, value in updates:
         if combination(variable, value) != "sum":
             continue
-        added = increment(variable, value)
+        parts = increment(variable, value)
+        added = None if parts is None else parts[1]
         kind = increment_kind(added, weight)
         if is_symbolic(added):
             weight.note(f"the metric {metric.name}", added)

@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.compat import memory
+from tfmw.compat.assigned_weights import Assignable
 from tfmw.compat.metric_variables import metric_variables
 from tfmw.compat.models import (
     keep_message,
@@ -66,6 +67,24 @@ def updated_variables(model: keras.Model) -> list[Any]:
 
 def _optimizer_state(model: keras.Model) -> list[Any]:
     return [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
+
+
+def assignable_variables(model: keras.Model) -> dict[int, Assignable]:
+    """Id of a handle -> variable, of all but seeds and metrics: each copy of this process."""
+    apart = {id(v) for v in [*seeds_of(model), *metric_variables(model)]}
+    layers = {
+        id(variable): type(layer).__module__.startswith("keras.")
+        for layer in layers_of(model)
+        for variable in getattr(layer, "_non_trainable_variables", [])
+    }
+    return {
+        id(copy.handle): Assignable(
+            variable, id(variable) in layers, bool(layers.get(id(variable)))
+        )
+        for variable in all_variables(model)
+        if id(variable) not in apart
+        for copy in memory.copies_of(native(variable))
+    }
 
 
 def seeds_of(model: keras.Model) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from tfmw.compat.dataflow.flow import (
     nonlinear_flow,
     worst_flow,
 )
-from tfmw.compat.graph import ancestors, is_symbolic, static_value
+from tfmw.compat.graph import ancestors, inputs_first, is_symbolic, static_value
 
 _SOURCES = ("ReadVariableOp", "VarHandleOp", "VariableV2")
 
@@ -61,6 +61,20 @@ class Dataflow:
     def operations(self, value: Any) -> list[Any]:
         """The operations that compute a value from what is declared, such as the batch."""
         return ancestors([value], stop=lambda tensor: _key(tensor) in self._given)
+
+    def follows(self, value: Any, others: Iterable[Any]) -> bool:
+        """Whether a value is computed from one of some tensors, in its graph or an outer one."""
+
+        def inputs(op: Any) -> list[Any]:
+            tensors = op.inputs
+            if op.type == "Placeholder":
+                tensors = [self._captured(op.outputs[0])]
+            return [tensor.op for tensor in tensors if is_symbolic(tensor)]
+
+        value = getattr(value, "values", value)
+        ends = [value.op] if is_symbolic(value) else []
+        wanted = {_op_key(tensor.op) for tensor in others if is_symbolic(tensor)}
+        return any(_op_key(op) in wanted for op in inputs_first(ends, inputs))
 
     def declare(self, tensor: Any, flow: Flow) -> None:
         """Sets the flow of a tensor, in place of the one that its operation suggests."""
@@ -117,10 +131,7 @@ class Dataflow:
         tensor, graph = op.outputs[0], op.graph
         if tensor.dtype in (tf.resource, tf.variant):
             return FIXED
-        captured = self._captures.setdefault(id(graph), {})
-        if _key(tensor) not in captured:
-            captured.update({_key(inner): outer for outer, inner in getattr(graph, "captures", ())})
-        outer = captured.get(_key(tensor))
+        outer = self._captured(tensor)
         if outer is not None:
             return self.of(outer) if is_symbolic(outer) else FIXED
         while graph is not None and graph is not self._graph:
@@ -129,6 +140,14 @@ class Dataflow:
         if inside and tensor.shape.rank and tensor.shape[0] is None:
             return Flow("rows", ((0, EXAMPLES),))
         return FIXED
+
+    def _captured(self, tensor: Any) -> Any:
+        """The tensor of an outer graph that a placeholder stands for; None of an argument."""
+        captured = self._captures.setdefault(id(tensor.graph), {})
+        if _key(tensor) not in captured:
+            captures = getattr(tensor.graph, "captures", ())
+            captured.update({_key(inner): outer for outer, inner in captures})
+        return captured.get(_key(tensor))
 
     def _of_call(self, op: Any, inputs: list[Flow]) -> list[Flow]:
         """Of an operation that calls functions: a call, a condition, a loop."""

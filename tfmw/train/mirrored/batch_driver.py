@@ -101,14 +101,15 @@ class BatchDriver:
             with self._driver as driver:
                 yield driver.batch_step(kind)
             return
-        if key not in self._functions:
+        while key not in self._functions:
             with self._driver as driver:
                 function: Any = driver.traces.get(
-                    ("batch", kind),
+                    ("batch", kind, driver.exchanges),
                     lambda: driver.traces.function(driver.batch_step(kind), reduce_retracing=True),
                 )
                 function.get_concrete_function(*arguments)
-            self._functions[key] = function
+                if driver.exchanges_are_complete():
+                    self._functions[key] = function
         # Variables of one replica stay where they are; copies of several get the values of now.
         copies = self._driver.copies
         placed = placement.placed(self._model, self._strategy, copies, seeds_vary=False)

@@ -18,7 +18,6 @@ import tensorflow as tf
 from tfmw.compat import losses, models, objects, placement
 from tfmw.compat.metric_variables import (
     assign_flat,
-    assigned_in_layer,
     combination,
     leaf_metrics,
     metric_variables,
@@ -51,14 +50,12 @@ class ReplicaMetrics:
     def note_update(self, variable: Any, value: Any) -> Any:
         """Records how replicas' values of a metric's variable are combined, from its update.
 
-        Returns what the replica assigns: `value`, or its estimate for a variable of a layer.
+        Returns what the replica assigns.
         """
         if self._replicas.count == 1:
             return value
         if all(variable is not v for v in metric_variables(self._model)):
-            if any(variable is v for v in models.state_variables_of(self._model)):
-                return assigned_in_layer(variable, value)
-            return value  # of an optimizer
+            return value  # see `assigned_weights`
         how = combination(variable, value)
         if how is None:
             raise UsageError(
@@ -180,6 +177,7 @@ class ReplicaState:
     _replicas: Replicas
     _traces: Traces
     assigned: list[Any] | None = None  # by training steps; None until one has been traced
+    exchanged: frozenset[int] = frozenset()  # see `Exchanges.variables`
 
     def all_variables(self) -> list[Any]:
         """The variables that a step may update."""
@@ -189,7 +187,7 @@ class ReplicaState:
 
     def variables(self) -> list[Any]:
         """The variables that a step updates; before the first trace, those that it may update."""
-        state = self.all_variables()
+        state = [v for v in self.all_variables() if id(v) not in self.exchanged]
         if self.assigned is None:
             return state
         return [v for v in state if any(v is a for a in self.assigned)]

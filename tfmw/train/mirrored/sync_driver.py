@@ -40,6 +40,8 @@ from tfmw.compat import (
     optimizers,
     placement,
 )
+from tfmw.compat.assigned_weights import Assignable, Exchanges
+from tfmw.compat.gradients import scaled
 from tfmw.compat.metric_variables import (
     counting_batches_once,
     metric_variables,
@@ -129,6 +131,10 @@ class SyncDriver:
         self._has_synchronized_norm = models.has_synchronized_batch_norm(model)
         # XLA compiles for one device, and lookups run on servers.
         self._has_tables = any(map(is_table, model.variables))
+        # What replicas exchange in the middle of a step, and what the last trace needs.
+        own_eager = model.run_eagerly and models.overrides_step(model, "train_step")
+        self.exchanges = self._needed = Exchanges(gradients=own_eager)
+        self._assignable: dict[int, Assignable] = {}
         self._stack = contextlib.ExitStack()
         self._noted: Noted = []  # in the step that is traced
         self._warned: set[str] = set()
@@ -166,6 +172,7 @@ class SyncDriver:
                     # A strategy of one device refuses to update variables outside of its scope.
                     enter(local_updates.local_updates(update.optimizer))
             if self.replicas.count > 1:
+                self._assignable = placement.assignable_variables(model)
                 enter(objects.overridden(counting_batches_once(model)))
             self._stack = stack.pop_all()
         return self
@@ -234,11 +241,18 @@ class SyncDriver:
         loop = self.traces.function(steps, reduce_retracing=True)
         # Traced now: the trace shows whether sparse gradients are gathered, and weights assigned.
         traced = loop.get_concrete_function(iterator, tf.constant(1, tf.int64))
+        complete = self.exchanges_are_complete()
         if kind.trains:
             followed = [update.follows(traced) for update in self.updates]  # each must look at it
-            if not all(followed):
-                return self._step_loop(kind, iterator)
-        return loop
+            complete = complete and all(followed)
+        return loop if complete else self._step_loop(kind, iterator)
+
+    def exchanges_are_complete(self) -> bool:
+        """Whether the step traced last exchanges what it needs; if not, the next trace does."""
+        complete = self._needed == self.exchanges
+        self.exchanges = self._needed
+        self.state.exchanged = self.exchanges.variables
+        return complete
 
     def global_step(self, kind: StepKind) -> Callable[..., Any]:
         """A function (an element of a `data.Shard`) -> examples.
@@ -301,7 +315,11 @@ class SyncDriver:
             total,
             uneven=kind.uneven,
             size_known=kind.size_known,
-            in_loss=own_step is None and not models.overrides_step(self.model, "train_step"),
+            in_loss=own_step is None
+            and not models.overrides_step(self.model, "train_step")
+            and not self.exchanges.gradients,
+            exchanges=self.exchanges,
+            assignable=self._assignable,
             coupled=self._has_synchronized_norm,
             sums=self.replicas.sum,
             gather=self._gathered,
@@ -360,9 +378,11 @@ class SyncDriver:
             batch = map_tensors(_of_any_rows, batch)
 
         def step(batch: Any) -> Any:
-            if weight is not None:
-                weight.begins(batch)
-            return model_step(batch)
+            if weight is None:
+                return model_step(batch)
+            weight.begins(batch)
+            with objects.overridden([(weight, "watches", True)]):
+                return model_step(batch)
 
         is_own = models.overrides_step(model, f"{kind.name}_step")
         if model.jit_compile and not model.run_eagerly and not self._has_tables:
@@ -374,7 +394,9 @@ class SyncDriver:
         noted = self._noted if is_own else None
         self.results.logs(kind.name).keep(returned, noted, local, weight)
         if weight is not None:
-            for message in weight.differences.messages:
+            self._needed = weight.needed_exchanges()
+            complete = self._needed == self.exchanges
+            for message in weight.differences.messages if complete else []:
                 self._warn_once(message)
 
     def _compiled(
@@ -430,7 +452,7 @@ class SyncDriver:
                 if grad is not None:
                     weight.note(f"the gradient of {variable.path}", grad)
         if not weight.loss_weighted:
-            grads = losses.scaled(grads, factor)
+            grads = scaled(grads, factor)
         if weight.uneven:
             present = weight.examples > 0
             grads = [_or_zeros(g, present) for g in grads]

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw.cluster import membership
-from tfmw.compat.losses import scaled
+from tfmw.compat.gradients import scaled
 from tfmw.compat.row_origins import Origin, row_parts
 from tfmw.errors import UsageError
 from tfmw.train.arguments import COMPRESSIONS
