@@ -48,7 +48,7 @@ from tfmw.launcher.failure import Failure, describe_status
 from tfmw.launcher.output import Display, collapse
 from tfmw.launcher.result import lines_about
 from tfmw.launcher.run import launch_tasks
-from tfmw.launcher.spawn import TASK_COMMAND
+from tfmw.launcher.spawn import TASK_COMMAND, reap_orphans
 from tfmw.observe.recorded_errors import record_error
 
 PROGRAM = str(PROGRAMS / "launch_tasks.py")
@@ -138,7 +138,11 @@ class TestSuccess:
         assert result.chief["env"]["TFMW_EVALUATOR"] == "1"  # the training keeps its backups
 
     def test_child_processes_of_a_task_are_ended(self, run):
-        assert run("worker 1=leave_a_child").status == 0  # run_cluster looks for survivors
+        """Also one in a session of its own; run_cluster looks for survivors."""
+        assert run("worker 1=leave_children").status == 0
+
+    def test_a_log_has_the_last_text_of_a_bar(self, run):
+        assert run("worker 1=bar").log("worker 1").splitlines() == ["Epoch 1", " 9/9 ", "and"]
 
     def test_unfinished_lines_and_invalid_bytes_are_printed(self, run):
         assert "[worker 1] no newline \ufffd\ufffd\n" in run("worker 1=unfinished_line").output
@@ -328,7 +332,7 @@ def waiting(tmp_path: Path) -> Iterator[Any]:
     with tfmw_command(*command, env=NO_INIT) as launcher:
         assert launcher.stdout
         seen = ""
-        while seen.count("ready") < 2 or "child" not in seen:
+        while seen.count("ready") < 2 or seen.count("child") < 2:
             line = launcher.stdout.readline()
             assert line, f"the run ended:\n{seen}"
             seen += line
@@ -344,7 +348,7 @@ class TestEnd:
     )
     def test_a_signal_ends_every_process(self, waiting, number, status):
         launcher, pids = waiting
-        assert len(pids) == 4  # with the reaper, see `_spawn`
+        assert len(pids) == 5  # with the reaper, see `_spawn`
         launcher.send_signal(number)
         output, _ = launcher.communicate(timeout=60)
         assert launcher.returncode == status
@@ -373,10 +377,35 @@ class TestEnd:
 
     def test_row_15_no_process_outlives_a_launcher_that_is_killed(self, waiting):
         launcher, pids = waiting
-        assert len(pids) == 4  # a task's own child, which asked for nothing, and the reaper too
+        assert len(pids) == 5  # a task's own children, which asked for nothing, and the reaper too
         launcher.kill()
         launcher.wait()
         assert wait_gone(pids, 5) == []
+
+    def test_no_files_outlive_a_caller_that_is_killed(self, tmp_path):
+        """As a notebook's kernel is; of fit the folder is large, as it has backups."""
+        script = (
+            "import os, signal, tfmw\nfrom tfmw.launcher.run import launch\n"
+            "os.mkdir(folder := os.environ['TMPDIR'] + '/tfmw-fit-1')\n"
+            "launch(os.kill, (os.getpid(), signal.SIGKILL), 1, scratch=folder)\n"
+        )
+        mark = os.urandom(8).hex()
+        env = {**os.environ, **NO_INIT, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", script], env={**env, MARK: mark})
+        assert done.returncode == -signal.SIGKILL
+        assert wait_gone(list(marked(mark)), 30) == []
+        assert list(tmp_path.iterdir()) == []
+
+    def test_children_that_are_no_tasks_are_reaped(self):
+        ended = [subprocess.Popen(["true"]) for _ in range(2)]
+        pids = [child.pid for child in ended]
+        for child in ended:
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            child.returncode = 0  # it is waited for here
+        reap_orphans(pids[:1])
+        assert os.waitpid(pids[0], os.WNOHANG) == (pids[0], 0)
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pids[1], os.WNOHANG)
 
     def test_closed_output_ends_the_run(self, tmp_path):
         command = ["run", "--workers", "2", "--log-dir", str(tmp_path), PROGRAM, "worker 1=babble"]
@@ -542,6 +571,28 @@ class TestOutput:
         for _ in range(100):
             display.feed("a", b"x" * 1000)
         assert out.getvalue().startswith("[a] xxx")
+
+    def test_log_of_lines_that_are_overwritten(self, tmp_path):
+        task = process.Task("worker", 0, tmp_path)
+        with open(task.log.parent.parent / "log", "w+b", buffering=0) as log:
+            task._log = log
+            shown = []
+            for data in (
+                b"a\n 1/9",
+                b"\b\b\b\r 2/9",
+                b"\r",
+                b"\nb\r\n",
+                b"\bkept\n",
+                b"x" * 70_000,
+                b"y\n",
+            ):
+                task._write_log(data)
+                log.seek(0)
+                shown.append(log.read())
+        lines = b"a\n 2/9\nb\n\bkept\n"
+        assert shown[:3] == [b"a\n 1/9", b"a\n 2/9", b"a\n 2/9"]
+        assert shown[3:5] == [lines[:9], lines]
+        assert shown[5:] == [lines + b"x" * 70_000, lines + b"x" * 70_000 + b"y\n"]
 
     def test_output_continues_after_a_disk_was_full(self, capsys):
         class Disk(io.StringIO):

@@ -49,12 +49,24 @@ def stubborn() -> None:
 
 
 def parent() -> None:
-    subprocess.Popen(CHILD)  # prints once the system shows its environment, by which it is found
+    # Each prints once the system shows its environment, by which it is found.
+    subprocess.Popen(CHILD)
+    subprocess.Popen(CHILD, start_new_session=True)
     wait()
 
 
-def leave_a_child() -> None:
-    subprocess.Popen(PAUSE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def leave_children() -> None:
+    for own_session in (False, True):
+        subprocess.Popen(
+            PAUSE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=own_session,
+        )
+
+
+def bar() -> None:
+    sys.stdout.write("Epoch 1\n" + "".join(f"\b\b\b\r {i}/9 " for i in range(1, 10)) + "\nand\r")
 
 
 def fail_in_a_layer() -> None:

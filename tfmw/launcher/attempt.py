@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,7 @@ from tfmw.launcher.output import Display, OutputPump
 from tfmw.launcher.process import Task
 from tfmw.launcher.restart import backoff_s, restarts_alone, when
 from tfmw.launcher.run_status import RunStatus, sentence
-from tfmw.launcher.spawn import Spawner
+from tfmw.launcher.spawn import ATTEMPT_MARK, Spawner, end_marked, reap_orphans
 from tfmw.launcher.watchdog import LAG_S, STOPPED_TIMEOUT_S, HungTask, TaskStatus, Watchdog
 from tfmw.observe.exchanges import missing
 from tfmw.observe.goodput import Division
@@ -109,7 +111,9 @@ class Attempt:
             **self.context.env,
             "TFMW_ATTEMPT": str(self.number),
             "TFMW_MAX_RESTARTS": str(self._options.max_restarts),
+            ATTEMPT_MARK: secrets.token_hex(8),
         }
+        self.context.spawner.tell_reaper(mark=self._env[ATTEMPT_MARK])
         self.tasks = [Task(*task, self._directory, env=self._env) for task in self.layout]
         first = next(iter(self.before.values()), Division(at=self._status.since))
         for task in self.tasks:
@@ -207,6 +211,8 @@ class Attempt:
         if self._stop.received and not self._waits_for_state():
             return True
         self._output.pump(wait_s)
+        if os.getpid() == 1:
+            reap_orphans([task.pid for task in self.tasks])
         ended = {task for task in self.tasks if task.pid and task.has_ended()}
         if self._failed():
             self._settle()
@@ -415,6 +421,7 @@ class Attempt:
             task.signal(signal.SIGKILL)
         while not self._all_ended():
             self._output.pump(POLL_S)
+        end_marked(self._env[ATTEMPT_MARK])
         for task in self.tasks:
             self._output.finish(task)
         if self.failures():

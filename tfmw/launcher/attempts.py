@@ -150,6 +150,9 @@ def make_context(
         namespaces = network.namespaces
         proxies = stack.enter_context(Gateway(network.listeners, environ)).environment
     spawner = stack.enter_context(Spawner(namespaces))
+    spawner.tell_reaper(folder=job.scratch)
+    if job.log_dir is None and job.payload is not None:  # of a notebook, whose kernel may be killed
+        spawner.tell_reaper(folder=str(directory))
     env = task_environment(environ, terminal)
     several = len(job.tasks) > 1 or job.options.max_restarts > 0
     # A script that tfmw does not initialize may set variables that TensorFlow reads at its import.

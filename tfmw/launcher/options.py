@@ -94,6 +94,8 @@ class LocalRun:
     farewell_s: float = FAREWELL_S
     # Standard input of each task: the function to call. Each task then has a file for its result.
     payload: call.Payload | None = None
+    # A folder that the caller removes at the end; the reaper removes it if the caller is killed.
+    scratch: str = ""
 
     @property
     def workers(self) -> int:

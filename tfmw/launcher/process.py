@@ -24,6 +24,17 @@ from tfmw.observe.recorder import EXCHANGES_FILE, RecordedExchange, make_file, r
 _POLL_S = 0.02  # between two looks at a file of stacks
 
 
+_MAX_UNFINISHED = 1 << 16  # bytes of an unfinished line, from which its earlier texts are dropped
+
+
+def _last_text(line: bytes) -> bytes:
+    r"""The text that a terminal shows in the end for a line: b"\r 1/9\r 9/9" is b" 9/9"."""
+    if b"\r" not in line:
+        return line
+    texts = [text.replace(b"\b", b"") for text in line.split(b"\r")]
+    return next((text for text in reversed(texts) if text), b"")
+
+
 def task_name(kind: str, index: int) -> str:
     """The task's label: "worker 1", "ps 0"; there is one chief and one evaluator."""
     return kind if kind in ("chief", "evaluator") else f"{kind} {index}"
@@ -150,6 +161,8 @@ class Task(TaskFiles):
         self.started = self.ended = 0.0  # monotonic seconds, as seen by the launcher
         self.stream: int | None = None  # the launcher's end of its standard output and error
         self._log: IO[bytes] | None = None
+        self._unfinished = b""  # the last line of the output
+        self._line_at = 0  # where it begins in the log
         self._call: IO[bytes] | None = None  # its standard input
         self._result: IO[bytes] | None = None
 
@@ -192,8 +205,21 @@ class Task(TaskFiles):
             data = b""
         if data and self._log is not None:
             with contextlib.suppress(OSError):  # a full disk must not end the run
-                self._log.write(data)
+                self._write_log(data)
         return data
+
+    def _write_log(self, data: bytes) -> None:
+        """Appends to the log; of a line that is overwritten, as by a bar, the last text only."""
+        assert self._log is not None
+        lines = (self._unfinished + data).split(b"\n")
+        texts = [_last_text(line) for line in lines]
+        self._log.seek(self._line_at)
+        self._log.write(b"\n".join(texts))
+        self._log.truncate()
+        self._unfinished = lines[-1] if len(lines[-1]) <= _MAX_UNFINISHED else texts[-1]
+        if len(self._unfinished) > _MAX_UNFINISHED:  # without end, and never overwritten
+            self._unfinished = texts[-1] = b""
+        self._line_at = max(0, self._log.tell() - len(texts[-1]))
 
     def has_ended(self) -> bool:
         """Whether the task has ended. It is a zombie until `close`, so its group keeps its id."""

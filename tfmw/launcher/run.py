@@ -4,9 +4,10 @@
     result = launch_tasks(["train.py", "--epochs", "3"], workers=2, log_dir="logs")
     sys.exit(result.status)
 
-Files of a run: `<log_dir>/<run>/attempt_<n>/<task>/output.log`, the task's output, byte for byte;
-beside it `error.json`, written by `record_error` in the task, and `progress`, written by
-`report_progress`. A task that was restarted alone has its files in `<task>.<n>`.
+Files of a run: `<log_dir>/<run>/attempt_<n>/<task>/output.log`, the task's output,
+of a progress bar its last text; beside it `error.json`, written by `record_error` in the task, and
+`progress`, written by `report_progress`. A task that was restarted alone has its files in
+`<task>.<n>`.
 
 Environment of each task, beside TF_CONFIG: `TFMW_ERROR_FILE` and `TFMW_PROGRESS_FILE`; `TFMW_TASK`
 ("worker 0"); `TFMW_RUN_ID`, the same in all attempts; `TFMW_ATTEMPT`, 0 at first, and

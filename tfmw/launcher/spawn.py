@@ -6,7 +6,10 @@
 Linux kills a task when the launcher dies (see `task`), but not the processes that the task has
 started. For these there is the reaper, a separate process, which reads a pipe from the launcher. If
 the pipe closes without a "bye", the launcher was killed, and the reaper kills every process group
-that the launcher had registered.
+that the launcher had registered. It removes the folders that the launcher would have removed.
+
+A process that a task starts in a session of its own is in no such group. It is found by a variable
+in its environment, which differs between attempts: `end_marked`.
 
 The reaper runs this file by its path, without the package (`python -I -S`): import only the
 standard library at the top.
@@ -22,12 +25,18 @@ import signal
 import subprocess
 import sys
 import termios
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tfmw.launcher.fork_server import ForkServer
+
+ATTEMPT_MARK = "TFMW_ATTEMPT_MARK"
+"""Variable of all processes of an attempt, with a value of its own."""
+
+_POLL_S = 0.01  # between two looks at processes that have been killed
 
 TASK_COMMAND = (sys.executable, str(Path(__file__).with_name("task.py")))
 """Starts a task; see `task`."""
@@ -134,6 +143,17 @@ class Spawner:
         self._send_reaper(f"+{pid}")
         return pid, local
 
+    def tell_reaper(self, mark: str = "", folder: str = "") -> None:
+        """Names what the reaper ends or removes if the launcher is killed.
+
+        Args:
+            mark: value of `ATTEMPT_MARK` of an attempt.
+            folder: one that the launcher removes at the end.
+        """
+        for sign, text in (("=", mark), ("/", folder)):
+            if text and "\n" not in text:
+                self._send_reaper(f"{sign}{text}")
+
     def forget(self, pid: int) -> None:
         """Unregisters an ended process and its group, whose ids the system may reuse."""
         self._send_reaper(f"-{pid}")
@@ -141,7 +161,39 @@ class Spawner:
     def _send_reaper(self, line: str) -> None:
         assert self._reaper.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # the reaper was killed
-            self._reaper.stdin.write(f"{line}\n".encode())
+            self._reaper.stdin.write(os.fsencode(f"{line}\n"))
+
+
+def end_marked(mark: str) -> None:
+    """Kills all processes of an attempt, in whichever session they are.
+
+    Args:
+        mark: their value of `ATTEMPT_MARK`.
+    """
+    variable, found = f"{ATTEMPT_MARK}={mark}".encode(), True
+    while found:  # one may have started another meanwhile
+        found = False
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # another user's, or it has ended
+                if variable in environ.read_bytes().split(b"\0"):
+                    os.kill(int(environ.parent.name), signal.SIGKILL)
+                    found = True
+        time.sleep(_POLL_S if found else 0.0)
+
+
+def reap_orphans(tasks: Container[int]) -> None:
+    """Reaps ended children that are no tasks: process 1 of a container gets all orphans.
+
+    Args:
+        tasks: process ids of those that are reaped by their own `Task`.
+    """
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):
+            # proc_pid_stat(5): "42 (name with ) and spaces) Z 1 ..."
+            state, parent = stat.read_text().rpartition(") ")[2].split()[:2]
+            pid = int(stat.parent.name)
+            if state == "Z" and int(parent) == os.getpid() and pid not in tasks:
+                os.waitpid(pid, os.WNOHANG)
 
 
 def terminal_size() -> os.terminal_size:
@@ -161,21 +213,34 @@ def _pseudo_terminal() -> tuple[int, int]:
 
 
 def _reap() -> None:
-    """The reaper: reads "+<group>", "-<group>" and "bye" until the launcher has exited."""
+    """The reaper: reads until the launcher has exited, or has said "bye".
+
+    Lines are "+<group>" and "-<group>", "=<mark>" of an attempt, and a folder's path.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # it must outlive the launcher
     groups: set[int] = set()
+    marks: list[str] = []
+    folders: list[str] = []
     for line in sys.stdin:
-        sign, group = line[:1], line[1:].strip()
+        sign, text = line[:1], line[1:].rstrip("\n")
         if sign == "+":
-            groups.add(int(group))
+            groups.add(int(text))
         elif sign == "-":
-            groups.discard(int(group))
+            groups.discard(int(text))
+        elif sign == "=":
+            marks.append(text)
+        elif sign == "/":
+            folders.append(text)
         else:
             return
     for group_id in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group_id, signal.SIGKILL)
+    for mark in marks:
+        end_marked(mark)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

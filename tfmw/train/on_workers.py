@@ -148,6 +148,7 @@ def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Any) -> di
     backup_dir, elastic = sent.backup_dir, bool(sent.sync_elastic)
     resumes = backup_dir is not None
     with contextlib.ExitStack() as stack:
+        folder = ""
         if backup_dir is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfmw-fit-"))
             backup_dir = os.path.join(folder, "backups")
@@ -159,6 +160,7 @@ def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Any) -> di
                 workers,
                 elastic=elastic,
                 max_restarts=_ELASTIC_RESTARTS if elastic else 0,
+                scratch=folder,
             )
         except (KeyboardInterrupt, Preempted) as stopped:
             _restore_newest_backup(sent.model, backup_dir)
