@@ -12,8 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tfmw.compat import models
-from tfmw.compat.model_methods import guard_models
+from tfmw.compat import model_methods, models
 from tfmw.errors import UsageError
 from tfmw.train.checkpoint import resume
 from tfmw.train.mirrored.sync_training import MirroredTraining
@@ -171,9 +170,10 @@ def test_fit_of_a_guarded_process_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     def refuse() -> None:
         raise UsageError("refused")
 
-    for name in ("fit", "save", "save_weights"):  # the guards are removed in the end
+    for name in ("save", "save_weights"):  # the guards are removed in the end
         monkeypatch.setattr(keras.Model, name, getattr(keras.Model, name))
-    guard_models(refuse, is_chief=False)
+    monkeypatch.setattr(model_methods._now, "refuse_fit", None)
+    model_methods.guard_models(refuse, is_chief=False)
     with pytest.raises(UsageError, match="refused"):
         compiled_model().fit(batches(), shuffle=False, verbose=0)
     monkeypatch.undo()

@@ -16,8 +16,10 @@ import pytest
 import tensorflow as tf
 
 import tfmw
+from tests.helpers import prepared as prepared_model
 from tests.helpers.cases import every
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
+from tests.helpers.prepared import prepared
 from tfmw.compat import models
 from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.errors import UsageError
@@ -214,6 +216,26 @@ def test_result_is_copied_into_the_callers_model(monkeypatch):
     # The caller's process is as free as before: its model goes on training by itself.
     model.fit(dataset, verbose=0, shuffle=False)
     assert int(model.optimizer.iterations) == 3 * 6
+
+
+@pytest.mark.multiprocess
+def test_workers_run_the_fit_of_the_models_class(monkeypatch, recwarn):
+    """The caller's model has no optimizer yet: its variables are those of the prepared data."""
+    for name, value in ONE_THREAD.items():
+        monkeypatch.setenv(name, value)
+    model, twin = prepared(), prepared()
+    few = prepared_model.X[:5], prepared_model.Y[:5]
+    expected = twin.fit(prepared_model.X, prepared_model.Y, validation_data=few, verbose=0)
+    history = tfmw.fit(
+        model, prepared_model.X, prepared_model.Y, validation_data=few, verbose=0, workers=2
+    )
+    assert history.epoch == [0, 1], "the class's own number of epochs"
+    assert history.history.keys() == expected.history.keys()
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(history.history[name], values, rtol=1e-4, err_msg=name)
+    for mine, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert [w for w in recwarn if str(w.message).startswith("tfmw")] == []
 
 
 def narrow():

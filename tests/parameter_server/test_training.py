@@ -51,6 +51,9 @@ class TestFiveProcesses:
             assert result["evaluated"][name] == result["history"][f"val_{name}"][-1]
         assert result["predicted_accuracy"] == pytest.approx(result["evaluated"]["accuracy"])
 
+    def test_methods_of_the_models_class_run(self, five):
+        assert five.chief["own methods"] == ["fit", *["evaluate"] * EPOCHS, "evaluate"]
+
     def test_batch_norm_averages_are_averages(self, five):
         variances = five.chief["moving_variance"]
         assert all(0 < v < 1.5 for v in variances)

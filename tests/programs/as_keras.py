@@ -16,6 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfmw
+from tests.helpers import prepared as prepared_model
+from tests.helpers.prepared import prepared
 from tests.matrix.columns import virtual_devices
 from tests.programs import _result
 from tfmw.compat.shuffles import ShuffleSeeds
@@ -31,6 +33,7 @@ class Keras:
     """Keras's own methods."""
 
     is_tfmw = False
+    strategy = "default"
 
     def fit(self, model: Any, *data: Any, **options: Any) -> Any:
         return model.fit(*data, verbose=0, **options)
@@ -41,6 +44,9 @@ class Keras:
     def predict(self, model: Any, *data: Any, **options: Any) -> Any:
         return model.predict(*data, verbose=0, **options)
 
+    def on_batch(self, method: str, model: Any, *data: Any) -> Any:
+        return getattr(model, method)(*data)
+
 
 class Tfmw:
     """tfmw's, on a strategy."""
@@ -48,16 +54,19 @@ class Tfmw:
     is_tfmw = True
 
     def __init__(self, strategy: Any):
-        self._strategy = strategy
+        self.strategy = strategy
 
     def fit(self, model: Any, *data: Any, **options: Any) -> Any:
-        return tfmw.fit(model, *data, verbose=0, strategy=self._strategy, **options)
+        return tfmw.fit(model, *data, strategy=self.strategy, **options | {"verbose": 0})
 
     def evaluate(self, model: Any, *data: Any, **options: Any) -> Any:
-        return tfmw.evaluate(model, *data, verbose=0, strategy=self._strategy, **options)
+        return tfmw.evaluate(model, *data, strategy=self.strategy, **options | {"verbose": 0})
 
     def predict(self, model: Any, *data: Any, **options: Any) -> Any:
-        return tfmw.predict(model, *data, verbose=0, strategy=self._strategy, **options)
+        return tfmw.predict(model, *data, strategy=self.strategy, **options | {"verbose": 0})
+
+    def on_batch(self, method: str, model: Any, *data: Any) -> Any:
+        return getattr(tfmw, method)(model, *data, strategy=self.strategy)
 
 
 def compiled(*layers: Any, optimizer: Any = "sgd", **options: Any) -> keras.Model:
@@ -859,6 +868,71 @@ def states_of_examples(trainer: Any) -> Any:
     return errors
 
 
+# ---------------------------------------------------------------- methods of the model's class
+
+
+def methods_of_the_class(trainer: Any) -> Any:
+    data = prepared_model.X, prepared_model.Y
+    few = data[0][:5], data[1][:5]
+    out: dict[str, Any] = {}
+    for in_fit in (False, True):
+        model = prepared(in_fit)
+        out[f"fit {in_fit}"] = trainer.fit(model, *data, validation_data=few).history
+        out[f"evaluate {in_fit}"] = trainer.evaluate(model, *data, return_dict=True)
+        out[f"predict {in_fit}"] = as_lists(trainer.predict(model, data[0]))
+        out[f"weights {in_fit}"] = [w.tolist() for w in model.get_weights()]
+    # Keras's default, which is not the class's.
+    out["epochs"] = trainer.fit(prepared(), *data, epochs=1).history
+    model = prepared()
+    for method in ("train_on_batch", "test_on_batch", "train_on_batch"):
+        out[f"{method} {len(out)}"] = trainer.on_batch(method, model, *few)
+    return out
+
+
+class Pair(keras.Model):
+    """Trains its two parts in turns, the second by a loop of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = compiled(keras.Input((4,))), compiled(keras.Input((4,)))
+
+    def call(self, x: Any) -> Any:
+        return self.first(x) + self.second(x)
+
+    def fit(self, x: Any, y: Any, **rest: Any) -> Any:
+        before = self.first.fit(x, y, batch_size=BATCH, shuffle=False, **rest).history["loss"]
+        loop = [float(self.second.train_on_batch(x[i : i + 5], y[i : i + 5])) for i in (0, 5)]
+        losses = super().fit(x, y, batch_size=BATCH, shuffle=False, **rest).history["loss"]
+        # Twice: the second training goes on from the first.
+        losses += super().fit(x, y, batch_size=BATCH, shuffle=False, **rest).history["loss"]
+        return [before, loop, losses, self.predict(x[:3], verbose=0).tolist()]
+
+
+def a_fit_of_several_trainings(trainer: Any) -> Any:
+    model = Pair()
+    model.compile("sgd", "mse")
+    result = trainer.fit(model, X, Y)
+    return [result, [w.tolist() for w in model.get_weights()]]
+
+
+class FitsItself(keras.Sequential):
+    """Calls what trains on all replicas by its name, as a class may that knows of it."""
+
+    trainer: Any = None
+
+    def fit(self, x: Any, y: Any, **rest: Any) -> Any:
+        return tfmw.fit(self, x / 2, y, strategy=self.trainer.strategy, **rest)
+
+
+def a_fit_that_calls_tfmw(trainer: Any) -> Any:
+    model = FitsItself([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.trainer = trainer
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False}
+    first = model.fit(X, Y, verbose=0, **options).history
+    return [first, trainer.fit(model, X, Y, **options).history]
+
+
 SCENARIOS: list[Callable[[Any], Any]] = [
     a_trained_layer,
     sparse_inputs,
@@ -890,6 +964,9 @@ SCENARIOS: list[Callable[[Any], Any]] = [
     moving_averages_resumed_within_an_epoch,
     replicas_keep_seeds_of_their_own,
     states_of_examples,
+    methods_of_the_class,
+    a_fit_of_several_trainings,
+    a_fit_that_calls_tfmw,
 ]
 
 

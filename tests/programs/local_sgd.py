@@ -63,17 +63,9 @@ def fitted(
 ) -> dict[str, Any]:
     model = made(optimizer or keras.optimizers.SGD(0.05), norm, **dict(compiled))
     seen = AtEpochEnd()
-    history = tfmw.fit(
-        model,
-        *data,
-        batch_size=batch_size,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
-        validation_data=(X, Y),
-        callbacks=[seen],
-        **options,
-    )
+    options |= {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0}
+    options |= {"validation_data": (X, Y), "callbacks": [seen]}
+    history = tfmw.fit(model, *data, **options)
     return {
         "weights": [w.tolist() for w in model.get_weights()],
         "digest": digest(model),

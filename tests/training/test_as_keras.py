@@ -105,8 +105,15 @@ SCENARIOS = [
     "orders_drawn_without_a_seed",
     "lengths_that_change",
     "generators_over_several_calls",
+    "methods_of_the_class",
+    "a_fit_of_several_trainings",
+    "a_fit_that_calls_tfmw",
 ]
-ON_DEVICES = ["replicas_keep_seeds_of_their_own"]
+ON_DEVICES = [
+    "replicas_keep_seeds_of_their_own",
+    "methods_of_the_class",
+    "a_fit_of_several_trainings",
+]
 SCENARIOS_TOO = [
     "order_resumed_within_an_epoch",
     "orders_of_several_calls",

@@ -1,18 +1,20 @@
-"""`fit` and `save` of Keras's models, where tfmw or other libraries have replaced them.
+"""Keras's methods as a model's class, other libraries and tfmw replace them.
 
     guard_models(refuse_fit, is_chief=False)
     with saves_by_callbacks(on_all_workers=False): ...     # model.save(...) writes nothing here
-    history = run_wrapped(model, {"x": x, "epochs": 3, ...}, train)
+    call_method(model, "fit", arguments, given, run=train, others=of_tfmw)
 
-In a process that has joined a cluster, `model.fit` is refused and files are saved whole. Keras's
-own methods ignore the other workers: `fit` trains this process's copy only, on all of the data, and
-`save` writes the same file as every other worker, which reads it half-written. All have the same
-model, so each renames a whole file to that path: every worker can load it afterwards, whether they
-share the disk or not.
-
+A model's class may have methods of its own, which prepare the data and call `super().fit(...)`.
 Autologging of MLflow, Comet and others replaces `keras.Model.fit` by a function that begins a run,
-adds callbacks, and calls the method that it has replaced. `run_wrapped` makes that method train
-differently.
+adds callbacks, and calls the method that it has replaced. Both expect Keras's method at the end. So
+Keras's methods of `METHODS` dispatch from the import of this module on: within `call_method` they
+do what tfmw does, in this thread, and otherwise what Keras does.
+
+In a process that has joined a cluster, a plain `model.fit` is refused and files are saved whole.
+Keras's own methods ignore the other workers: `fit` trains this process's copy only, on all of the
+data, and `save` writes the same file as every other worker, which reads it half-written. All have
+the same model, so each renames a whole file to that path: every worker can load it afterwards,
+whether they share the disk or not.
 """
 
 from __future__ import annotations
@@ -20,22 +22,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import os
 import secrets
+import sys
+import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import keras
+import tensorflow as tf
 
-from tfmw.compat.objects import Trainer, overridden
+from tfmw.compat.objects import Trainer, contains, overridden
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Of predictions for one batch each task needs all, so Keras's method stays.
+METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch")
 
 _CELL = "fn"  # the variable in which Keras's wrapper for tracebacks keeps the method
 
 _now = types.SimpleNamespace(
-    guard=None,  # in the place of Keras's fit
-    refuses=True,
+    refuse_fit=None,  # raises the error for Keras's fit
     saves_on_all_workers=None,  # None: no callback is running
 )
 
@@ -48,7 +59,7 @@ def guard_models(refuse_fit: Callable[[], None], is_chief: bool) -> None:
         is_chief: whether this process is the one that saves.
     """
     cls: Any = keras.Model
-    cls.fit = _now.guard = _refusing(cls.fit, refuse_fit)
+    _now.refuse_fit = refuse_fit
     cls.save = _whole(cls.save, is_chief)
     cls.save_weights = _whole(cls.save_weights, is_chief)
 
@@ -62,16 +73,6 @@ def saves_by_callbacks(on_all_workers: bool) -> Iterator[None]:
     """
     with overridden([(_now, "saves_on_all_workers", on_all_workers)]):
         yield
-
-
-def _refusing(fit: Callable[..., Any], refuse: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(fit)
-    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _now.refuses:
-            refuse()
-        return fit(self, *args, **kwargs)
-
-    return guarded
 
 
 def _whole(save: Callable[..., Any], is_chief: bool) -> Callable[..., Any]:
@@ -107,44 +108,214 @@ def _whole(save: Callable[..., Any], is_chief: bool) -> Callable[..., Any]:
     return guarded
 
 
-def is_wrapped() -> bool:
-    """Whether a library has replaced `keras.Model.fit`."""
-    return all(keras.Model.fit is not own for own in (_now.guard, Trainer.fit))
+def given_arguments(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function whose caller's arguments `given` names."""
+    names = list(inspect.signature(method).parameters)
+
+    @functools.wraps(method)
+    def noting(*args: P.args, **kwargs: P.kwargs) -> R:
+        _thread.given = frozenset(names[: len(args)]) | set(kwargs)
+        return method(*args, **kwargs)
+
+    return noting
 
 
-def fit_parameters() -> dict[str, inspect.Parameter]:
-    """The arguments of Keras's `fit`, by name; what has replaced it need not name them."""
-    found = dict(inspect.signature(Trainer.fit).parameters)
+def given() -> frozenset[str]:
+    """Names of the arguments that the caller of the decorated function has passed."""
+    return _thread.given
+
+
+def call_given(method: Callable[..., R], arguments: Mapping[str, Any], given: Collection[str]) -> R:
+    """Calls a decorated function as a caller who has passed the arguments named in `given`."""
+    _thread.given = frozenset(given)
+    return inspect.unwrap(method)(**arguments)
+
+
+def is_overridden(model: Any, name: str) -> bool:
+    """Whether a model, or its class, has a method of its own in the place of Keras's."""
+    return any(name in vars(owner) for owner in _owners(model))
+
+
+def is_wrapped(name: str) -> bool:
+    """Whether a library has replaced a method of `keras.Model`."""
+    return name in vars(keras.Model)
+
+
+def _owners(model: Any) -> list[Any]:
+    of_keras = (keras.Model, Trainer)
+    classes = itertools.takewhile(lambda cls: cls not in of_keras, type(model).__mro__)
+    return [model, *classes]
+
+
+def call_method(
+    model: Any,
+    name: str,
+    arguments: Mapping[str, Any],
+    given: Collection[str],
+    run: Callable[..., Any],
+    others: Callable[..., Any] | None,
+    is_chief: bool = True,
+    overrides: bool = True,
+) -> Any:
+    """Calls `model.<name>` with `run` in the place of Keras's method; returns its result.
+
+    A method of the user's runs on every task, the wrappers of other libraries run on the chief.
+
+    Args:
+        arguments: by name: those of Keras's method, and perhaps others.
+        given: the names of those that the caller has passed. A method of the user's need not take
+            others, and may have defaults of its own.
+        run: gets all arguments that reach Keras's method, by name.
+        others: (name, model, ...) is called in the place of Keras's methods of other names, and of
+            other models, by code of the user's; None: they are Keras's.
+        is_chief: whether this process is the one in which wrappers run.
+        overrides: whether the model's own method is called, or the wrappers alone.
+    """
+    parameters = _parameters(name)
+    has_wrapper = is_chief and is_wrapped(name)
+    overrides &= is_overridden(model, name) and not _is_within(model, name)
+    if not (has_wrapper or overrides):
+        return run(**{k: v for k, v in arguments.items() if k in parameters})
+    passed = {
+        k: arguments[k]
+        for k, parameter in parameters.items()
+        if k in given or not _is(arguments.get(k, parameter.default), parameter.default)
+    }
+    if passed.get("callbacks") is not None:  # wrappers add theirs to a list
+        passed["callbacks"] = tf.nest.flatten(passed["callbacks"])
+    data = []  # a method of the user's may have other names for them
+    for k in itertools.takewhile(passed.__contains__, ("x", "y")):
+        data.append(passed.pop(k))
+    with calling(model, name, run, others, is_chief):
+        method = getattr(model, name) if overrides else getattr(keras.Model, name).__get__(model)
+        return method(*data, **passed)
+
+
+@contextlib.contextmanager
+def calling(
+    model: Any,
+    name: str,
+    run: Callable[..., Any],
+    others: Callable[..., Any] | None,
+    is_chief: bool = True,
+) -> Iterator[None]:
+    """The context in which `call_method` calls the method; the arguments are its."""
+    call = _Call(model, name, run, others)
+    with overridden([(_thread, "call", call)]), _wrappers_alone(name, is_chief):
+        yield
+
+
+class _Call(NamedTuple):
+    """A call of tfmw's, while code of the user's or of a wrapper runs in this thread."""
+
+    model: Any
+    name: str
+    run: Callable[..., Any]
+    others: Callable[..., Any] | None  # None: Keras's own
+
+
+class _Thread(threading.local):
+    call: _Call | None = None
+    given: frozenset[str] = frozenset()
+
+
+_thread = _Thread()
+
+
+@functools.cache
+def _parameters(name: str) -> dict[str, inspect.Parameter]:
+    """The arguments of Keras's method, without the model."""
+    found = dict(inspect.signature(getattr(Trainer, name)).parameters)
     del found["self"]
     return found
 
 
-def run_wrapped(model: keras.Model, arguments: dict[str, Any], train: Callable[..., Any]) -> Any:
-    """Calls `keras.Model.fit` as it was replaced, with `train` in the place of Keras's method.
+def _is(value: Any, default: Any) -> bool:
+    """Whether an argument has its default; arrays do not."""
+    simple = isinstance(value, bool | int | float | str)
+    return value is default or (simple and type(value) is type(default) and value == default)
 
-    Args:
-        model: as for `keras.Model.fit`.
-        arguments: of `fit`, by name.
-        train: called with the arguments, by name, that the wrappers pass on.
+
+def _is_within(model: Any, name: str) -> bool:
+    """Whether the model's own method has called tfmw, which then must not call it again."""
+    methods = [vars(owner)[name] for owner in _owners(model) if name in vars(owner)]
+    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
+    frame = sys._getframe(1) if methods else None
+    while frame is not None:
+        if frame.f_code in codes:
+            first = next(iter(frame.f_locals.values()), None)  # `self`, or all of `*args`
+            if first is model or (isinstance(first, tuple) and contains(model, first)):
+                return True
+        frame = frame.f_back
+    return False
+
+
+@contextlib.contextmanager
+def _wrappers_alone(name: str, is_chief: bool) -> Iterator[None]:
+    """Within this context what has replaced a method of `keras.Model` runs on the chief only.
+
+    So nothing that it calls there may wait for other tasks, except the method itself.
     """
-    fit: Any = Trainer.fit
-    cell = dict(zip(fit.__code__.co_freevars, fit.__closure__, strict=True))[_CELL]
-    own = cell.cell_contents
+    wrapper = vars(keras.Model).get(name)
+    if wrapper is None:
+        yield
+        return
 
-    def instead(model: keras.Model, **arguments: Any) -> Any:
-        cell.cell_contents = own  # what trains within may call Keras's method
-        with overridden([(_now, "refuses", True)]):
-            return train(**arguments)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = _thread.call and _thread.call._replace(others=None)
+        with overridden([(_thread, "call", call)]):
+            return wrapper(self, *args, **kwargs)
 
-    cell.cell_contents = instead
+    setattr(keras.Model, name, alone) if is_chief else delattr(keras.Model, name)
     try:
-        with overridden([(_now, "refuses", False)]):
-            return keras.Model.fit(model, **arguments)
+        yield
     finally:
-        cell.cell_contents = own
+        setattr(keras.Model, name, wrapper)
 
+
+def _dispatching(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras's method, or what takes its place in a call of tfmw's in this thread."""
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def dispatched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = _thread.call
+        is_called = call is not None and self is call.model and name == call.name
+        if call is None or not (is_called or call.others):
+            if name == "fit" and _now.refuse_fit is not None:
+                _now.refuse_fit()
+            return own(self, *args, **kwargs)
+        with overridden([(_thread, "call", None)]):  # what runs within may call Keras's methods
+            if not is_called and call.others is not None:
+                return call.others(name, self, *args, **kwargs)
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            arguments = dict(bound.arguments)
+            del arguments["self"]
+            return call.run(**arguments.pop("kwargs", {}), **arguments)
+
+    return dispatched
+
+
+def _install() -> None:
+    """Makes Keras's methods dispatch.
+
+    Libraries may have wrapped them before: so Keras's function remains, and the method in its
+    wrapper for tracebacks is replaced. Those without it nobody wraps.
+    """
+    for name in METHODS:
+        method: Any = getattr(Trainer, name)
+        cells = dict(zip(method.__code__.co_freevars, method.__closure__ or (), strict=True))
+        if _CELL in cells:
+            cell = cells[_CELL]
+            cell.cell_contents = _dispatching(name, cell.cell_contents)
+        else:
+            setattr(Trainer, name, _dispatching(name, method))
+
+
+_install()
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (Trainer, "fit"),
-    (Trainer.fit, "__closure__"),
+    *((Trainer, name) for name in METHODS),
+    *((getattr(Trainer, name), "__wrapped__") for name in ("fit", "evaluate", "predict")),
 ]

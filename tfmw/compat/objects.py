@@ -102,7 +102,8 @@ def _is_plain(value: Any) -> bool:
     """Whether an object is of a user's class that is no optimizer, variable, layer or function."""
     if isinstance(value, keras.optimizers.Optimizer | keras.Variable | tf.Variable):
         return False
-    package = type(value).__module__.partition(".")[0]
+    # A type of an extension module, such as SWIG's, may have no module.
+    package = getattr(type(value), "__module__", "builtins").partition(".")[0]
     return package not in _LIBRARIES and hasattr(value, "__dict__") and not callable(value)
 
 

@@ -1,12 +1,4 @@
-"""The arguments of a call of fit as one value, checked once; autologging, which sees them.
-
-    mlflow.keras.autolog()
-    tfmw.fit(model, data)        # one run of MLflow, begun and ended on the chief
-
-What other libraries have wrapped around Keras's `fit` runs around tfmw's. The wrappers see the
-arguments that Keras has, too, and a model that is an ordinary one before and after the training.
-The callbacks that they add run on the chief.
-"""
+"""The arguments of a call of fit as one value, checked once."""
 
 from __future__ import annotations
 
@@ -14,14 +6,14 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfmw import data
-from tfmw.compat import datasets, model_methods, models
+from tfmw.compat import datasets, models
 from tfmw.data import record_index
 from tfmw.errors import UsageError
 from tfmw.storage import disk
@@ -76,6 +68,7 @@ class FitArguments:
     sync_compression: str | None
     sync_between: str
     sync_elastic: bool
+    given: frozenset[str]  # the names of those that the caller has passed
 
     def __post_init__(self) -> None:
         if self.gradient_compression not in (None, *COMPRESSIONS):
@@ -206,40 +199,3 @@ def limited_steps(steps: int | None) -> int | None:
         return steps
     warnings.warn(f"Limiting steps_per_epoch to {max_steps}", stacklevel=3)
     return max_steps
-
-
-def autologged(
-    model: Any, arguments: FitArguments, train: Callable[[FitArguments], Any], is_chief: bool = True
-) -> Any:
-    """Calls `train`, on the chief within the wrappers; returns its result.
-
-    Args:
-        model: a compiled Keras model; without one (a function that makes it) there are no wrappers.
-        arguments: of the call.
-        train: trains with the arguments that the wrappers pass on.
-        is_chief: whether this task is the one that logs.
-    """
-    if not is_chief or not isinstance(model, keras.Model) or not model_methods.is_wrapped():
-        return train(arguments)
-    result: Any = None
-
-    def instead(**changed: Any) -> keras.callbacks.History:
-        nonlocal result
-        result = train(dataclasses.replace(arguments, **changed))
-        return model.history
-
-    given = {
-        name: getattr(arguments, name)
-        for name, parameter in model_methods.fit_parameters().items()
-        if not _is(getattr(arguments, name), parameter.default)
-    }
-    if "callbacks" in given:
-        given["callbacks"] = tf.nest.flatten(given["callbacks"])
-    model_methods.run_wrapped(model, given, instead)
-    return result
-
-
-def _is(value: Any, default: Any) -> bool:
-    """Whether an argument has its default; arrays do not."""
-    simple = isinstance(value, bool | int | float | str)
-    return value is default or (simple and type(value) is type(default) and value == default)

@@ -18,6 +18,7 @@ from tfmw import data
 from tfmw.cluster.cluster import ROUNDS
 from tfmw.compat import datasets, models
 from tfmw.compat.metric_variables import flatten_metrics, python_logs
+from tfmw.compat.model_methods import given, given_arguments
 from tfmw.errors import UsageError
 from tfmw.observe import task_process
 from tfmw.train import strategies
@@ -25,10 +26,12 @@ from tfmw.train.fit_context import FitContext, errors_reported
 from tfmw.train.mirrored.batch_driver import BatchDriver
 from tfmw.train.mirrored.cached_driver import same_objects
 from tfmw.train.mirrored.sharded_update import is_driven
+from tfmw.train.own_methods import call_own
 
 _KEPT = "_self_tfmw_on_batch"  # so called, Keras does not take it for the model's own
 
 
+@given_arguments
 def train_on_batch(
     model: Any,
     x: Any,
@@ -55,13 +58,10 @@ def train_on_batch(
         UsageError: an uncompiled model; a batch, or a weight, that differs between tasks; parameter
             servers; a call from within `tfmw.fit`.
     """
-    if class_weight is not None:
-        if sample_weight is not None:
-            raise UsageError("received both sample_weight and class_weight: pass one of them.")
-        sample_weight = models.class_weight_to_sample_weights(y, class_weight)
-    return _logs(model, "train", (x, y, sample_weight), return_dict, strategy)
+    return _logs(model, "train", locals(), given())
 
 
+@given_arguments
 def test_on_batch(
     model: Any,
     x: Any,
@@ -83,7 +83,7 @@ def test_on_batch(
     Raises:
         UsageError: as `train_on_batch`.
     """
-    return _logs(model, "test", (x, y, sample_weight), return_dict, strategy)
+    return _logs(model, "test", locals(), given())
 
 
 def predict_on_batch(model: Any, x: Any) -> Any:
@@ -109,16 +109,33 @@ def _parts(model: Any, strategy: Any) -> list[Any]:
     return [strategy, *parts, *model.variables, datasets.source_of_seeds()]
 
 
-def _logs(model: Any, kind: str, batch: Any, return_dict: bool, strategy: Any) -> Any:
-    with errors_reported(strategy):
-        logs = _driver_of(model, kind, batch, strategy).step(kind, batch)
-        logs = python_logs(logs)
+def _logs(model: Any, kind: str, arguments: dict[str, Any], given: frozenset[str]) -> Any:
+    strategy = arguments["strategy"]
+
+    def run(
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        class_weight: dict[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        if class_weight is not None:
+            if sample_weight is not None:
+                raise UsageError("received both sample_weight and class_weight: pass one of them.")
+            sample_weight = models.class_weight_to_sample_weights(y, class_weight)
+        batch = x, y, sample_weight
+        logs = python_logs(_driver_of(model, kind, batch, strategy).step(kind, batch))
         return logs if return_dict else flatten_metrics(model, logs)
+
+    with errors_reported(strategy):
+        if not models.is_model(model):
+            raise UsageError(
+                f"received {type(model).__name__} as the model: expected a Keras model."
+            )
+        return call_own(f"{kind}_on_batch", model, strategy, arguments, given, run)
 
 
 def _driver_of(model: Any, kind: str, batch: Any, strategy: Any) -> BatchDriver:
-    if not models.is_model(model):
-        raise UsageError(f"received {type(model).__name__} as the model: expected a Keras model.")
     method = f"{kind}_on_batch"
     if kind == "train" and os.environ.get(ROUNDS) and not task_process.is_child():
         raise UsageError(

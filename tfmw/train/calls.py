@@ -8,9 +8,11 @@ export. The loop over epochs is in `training/loop.py`, steps are in `mirrored/` 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,31 +21,30 @@ import tensorflow as tf
 
 from tfmw import data
 from tfmw.cluster import membership
-from tfmw.compat.metric_variables import flatten_metrics
+from tfmw.compat.model_methods import given, given_arguments, is_overridden
 from tfmw.errors import UsageError
 from tfmw.train import on_workers, strategies
-from tfmw.train.arguments import FitArguments, autologged, limited_steps, trained_in
-from tfmw.train.callbacks.roles import without_backup
+from tfmw.train.arguments import FitArguments, trained_in
+from tfmw.train.callbacks.roles import TemporaryBackup, without_backup
 from tfmw.train.checkpoint import evaluator
 from tfmw.train.checkpoint.resume import Backups
-from tfmw.train.epoch_iterator import EpochIterator
-from tfmw.train.fit_context import FitContext, errors_reported
+from tfmw.train.fit_context import FitContext, errors_reported, model_of
 from tfmw.train.local_sgd import local_training
 from tfmw.train.local_sgd.round_client import RoundClient
 from tfmw.train.local_sgd.sync_settings import SyncSettings, checked
-from tfmw.train.loop import TrainingLoop, ValidationSignals
-from tfmw.train.mirrored.cached_driver import cached_driver
-from tfmw.train.mirrored.sync_driver import SyncDriver
-from tfmw.train.mirrored.sync_training import MirroredTraining, run_evaluation, run_prediction
+from tfmw.train.loop import TrainingLoop
+from tfmw.train.mirrored.one_pass import evaluated, pass_over, validate_as_user, validate_here
+from tfmw.train.mirrored.sync_training import MirroredTraining, run_prediction
+from tfmw.train.own_methods import call_own, is_chief
 from tfmw.train.parameter_server.ps_training import ParameterServerTraining
 from tfmw.train.saved_model import check_path, export
 
 
+@given_arguments
 def fit(
     model: Any,
     x: Any = None,
     y: Any = None,
-    *,
     batch_size: int | None = None,
     epochs: int = 1,
     verbose: Any = "auto",
@@ -58,6 +59,7 @@ def fit(
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
     validation_freq: Any = 1,
+    *,
     strategy: Any = "auto",
     workers: int | tuple[int, int] | None = None,
     on: Any = "local",
@@ -144,9 +146,9 @@ def fit(
         Preempted: a task received SIGTERM or SIGUSR1 and there is a `backup_dir`: the state is
             saved, and the process should end with the status of this exception (75).
     """
-    arguments = checked(FitArguments(**locals()).limited())
+    arguments = checked(FitArguments(**locals(), given=given()).limited())
     if workers is not None:
-        return autologged(model, arguments, functools.partial(on_workers.fit_on_workers, fit))
+        return on_workers.fit_on_workers(fit, arguments)
     if on != "local":
         raise UsageError(
             f"received on={on!r} without a number of processes: add workers=, such as workers=2."
@@ -157,18 +159,68 @@ def fit(
         keras.utils.set_random_seed(seed)
         tf.config.experimental.enable_op_determinism()
     with errors_reported(strategy):
-        context = FitContext.of(model, strategy, "fit")
-        arguments = arguments.split()
+        model, strategy = model_of(model), strategies.choose(strategy)
+        arguments = dataclasses.replace(arguments, model=model, strategy=strategy)
+        calls = _Trainings(arguments)
+        history: keras.callbacks.History = call_own(
+            "fit", model, strategy, vars(arguments), arguments.given, calls.train
+        )
+        calls.end()
+    return history
+
+
+class _Trainings:
+    """The trainings of one call of `tfmw.fit`: of a `fit` of the user's, none or several.
+
+    Args:
+        arguments: of the call.
+    """
+
+    def __init__(self, arguments: FitArguments):
+        self._arguments = arguments
+        self._count = 0
+        self._element_spec: Any = None  # of a batch of the last training
+
+    def train(self, **passed: Any) -> keras.callbacks.History:
+        """Trains with these arguments of Keras's, and the call's others."""
+        arguments = dataclasses.replace(self._arguments, **passed).limited().split()
+        self._count += 1
+        context = FitContext.of(arguments.model, arguments.strategy, "fit")
+        if self._count > 1 and arguments.backup is not None:
+            arguments = self._without_backup(arguments)
         if membership.is_evaluator():
             return _evaluate_beside(context, arguments)
         with _entered(context, arguments) as (context, backups):
-            train = functools.partial(_train, context, backups=backups)
-            element_spec = autologged(context.model, arguments, train, context.group.is_chief)
-        if export_dir is not None and context.group.is_chief:
-            signature = _signature(context.model, element_spec)
-            export(context.model, export_dir, input_signature=signature)
-    history: keras.callbacks.History = context.model.history
-    return history
+            self._element_spec = _train(context, arguments, backups)
+        history: keras.callbacks.History = context.model.history
+        return history
+
+    def _without_backup(self, arguments: FitArguments) -> FitArguments:
+        callbacks, asked = without_backup(arguments.callbacks)
+        if arguments.backup_dir is not None or not isinstance(asked, TemporaryBackup):
+            warnings.warn(
+                f"tfmw: {type(arguments.model).__name__}.fit trains more than once in this call, "
+                "and backups are those of its first training: an interrupted run repeats the "
+                "others.",
+                stacklevel=2,
+            )
+        return dataclasses.replace(arguments, callbacks=callbacks, backup_dir=None)
+
+    def end(self) -> None:
+        """Exports the model, and warns if the user's `fit` has trained it in another way."""
+        model, strategy = self._arguments.model, self._arguments.strategy
+        if membership.is_evaluator():
+            return
+        if not self._count and strategy.num_replicas_in_sync > 1:
+            warnings.warn(
+                f"tfmw: {type(model).__name__}.fit did not call super().fit(...): each process has "
+                "run all of it alone, and the model was not trained on all replicas.",
+                stacklevel=2,
+            )
+        export_dir = self._arguments.export_dir
+        if export_dir is not None and is_chief(strategy):
+            signature = _signature(model, self._element_spec)
+            export(model, export_dir, input_signature=signature)
 
 
 @contextlib.contextmanager
@@ -266,48 +318,37 @@ def _loop(
         epochs=arguments.epochs,
         history=True,
     )
-    validate: Any = None
-    if arguments.validation_source is not None:
-        if isinstance(training, MirroredTraining):
-            validate = training.validate
-        else:
-            validate = functools.partial(_validate_here, context.model, arguments)
+    validate = _validation(context, arguments, training)
     return TrainingLoop(training, backups, callback_list, arguments, validate)
 
 
-def _validate_here(
-    model: keras.Model,
-    arguments: FitArguments,
-    callbacks: Any = None,
-    signals: ValidationSignals | None = None,
-) -> dict[str, Any]:
-    """Evaluates on the validation data in this process only; returns the logs."""
-    del callbacks  # none runs around batches of a validation beside parameter servers
-    source = arguments.validation_source
-    assert source is not None
-    logs: dict[str, Any] = _one_pass(
-        "evaluate",
-        functools.partial(run_evaluation, signals=signals),
-        model,
-        (source.x, source.y, source.sample_weight),
-        batch_size=source.batch_size,
-        steps=source.steps,
-        verbose=0,
-    )
-    return logs
+def _validation(
+    context: FitContext, arguments: FitArguments, training: Training | None
+) -> Callable[..., dict[str, Any]] | None:
+    """Evaluates the model on the validation data: (callbacks, signals) -> logs."""
+    if arguments.validation_source is None:
+        return None
+    validate: Callable[..., dict[str, Any]]
+    if isinstance(training, MirroredTraining):
+        validate = training.validate
+    else:
+        validate = functools.partial(validate_here, context.model, arguments)
+    if not is_overridden(context.model, "evaluate"):
+        return validate
+    ordinary = None if training is None else training.ordinary_model
+    return functools.partial(validate_as_user, context, arguments, ordinary, validate)
 
 
 def _evaluate_beside(context: FitContext, arguments: FitArguments) -> keras.callbacks.History:
     """`fit` on an evaluator: evaluates the backups of the training."""
-    backup = arguments.backup
-    if backup is None or arguments.validation_source is None:
+    backup, validate = arguments.backup, _validation(context, arguments, None)
+    if backup is None or validate is None:
         missing = "backup_dir" if backup is None else "validation_data"
         raise UsageError(
             f"this task is an evaluator and {missing} was not given: it evaluates each backup of "
             "the training on the validation data; pass both to fit on every task."
         )
     context.build(arguments.source.shard(context.sharding, data.Order()).element_spec)
-    validate = functools.partial(_validate_here, context.model, arguments)
     return evaluator.watch(
         context.model, validate, backup.backup_dir, remove=backup.delete_checkpoint
     )
@@ -315,23 +356,24 @@ def _evaluate_beside(context: FitContext, arguments: FitArguments) -> keras.call
 
 def _signature(model: keras.Model, element_spec: Any) -> Any:
     """Signature for the export of a model without known inputs: that of its training data."""
-    if getattr(model, "inputs", None):
+    if getattr(model, "inputs", None) or element_spec is None:
         return None
     x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
     return data.map_tensors(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), x)
 
 
+@given_arguments
 def evaluate(
     model: Any,
     x: Any = None,
     y: Any = None,
-    *,
     batch_size: int | None = None,
     verbose: Any = "auto",
     sample_weight: Any = None,
     steps: int | None = None,
     callbacks: Any = None,
     return_dict: bool = False,
+    *,
     strategy: Any = "auto",
     split_batch: bool = True,
 ) -> Any:
@@ -349,33 +391,18 @@ def evaluate(
         UsageError: an uncompiled model, an empty dataset, an infinite one without `steps`, or data
             that differs between workers.
     """
-
-    def run(driver: SyncDriver, *of_call: Any) -> Any:
-        logs = run_evaluation(driver, *of_call)
-        return logs if return_dict else flatten_metrics(driver.model, logs)
-
-    return _one_pass(
-        "evaluate",
-        run,
-        model,
-        (x, y, sample_weight),
-        batch_size=batch_size,
-        steps=limited_steps(steps),
-        verbose=verbose,
-        callbacks=callbacks,
-        strategy=strategy,
-        split_batch=split_batch,
-    )
+    return _one_pass("evaluate", evaluated, locals(), given())
 
 
+@given_arguments
 def predict(
     model: Any,
     x: Any,
-    *,
     batch_size: int | None = None,
     verbose: Any = "auto",
     steps: int | None = None,
     callbacks: Any = None,
+    *,
     strategy: Any = "auto",
     split_batch: bool = True,
 ) -> Any:
@@ -394,47 +421,14 @@ def predict(
         UsageError: an empty dataset, an infinite one without `steps`, data that differs between
             workers, or outputs that cannot be sent between workers (strings).
     """
-    return _one_pass(
-        "predict",
-        run_prediction,
-        model,
-        (x, None, None),
-        batch_size=batch_size,
-        steps=limited_steps(steps),
-        verbose=verbose,
-        callbacks=callbacks,
-        strategy=strategy,
-        split_batch=split_batch,
-    )
+    return _one_pass("predict", run_prediction, locals(), given())
 
 
 def _one_pass(
-    method: str,
-    run: Callable[..., Any],
-    model: Any,
-    examples: tuple[Any, Any, Any],
-    *,
-    batch_size: int | None,
-    steps: int | None,
-    verbose: Any,
-    callbacks: Any = None,
-    strategy: Any = "default",
-    split_batch: bool = True,
+    method: str, run: Callable[..., Any], arguments: dict[str, Any], given: frozenset[str]
 ) -> Any:
-    """The result of `run(driver, group, batches, callback_list)` for `evaluate` or `predict`."""
-    with errors_reported(strategy):
-        context = FitContext.of(model, strategy, method)
-        source = data.Source(*examples, batch_size, steps, split=split_batch)
-        batches = EpochIterator(source, context.group, context.sharding, steps, "steps")
-        evaluates = method == "evaluate"
-        context.build(batches.shard.element_spec, for_inputs=not evaluates)
-        with cached_driver(context.model, context.strategy) as driver:
-            driver.splits = split_batch
-            callback_list = context.callback_list(
-                callbacks,
-                driver,
-                verbose=verbose,
-                steps=batches.steps_per_epoch,
-                counts=evaluates,
-            )
-            return run(driver, context.group, batches, callback_list)
+    """The result of `evaluate` or `predict`."""
+    with errors_reported(arguments["strategy"]):
+        arguments["model"] = model = model_of(arguments["model"])
+        one_pass = functools.partial(pass_over, method, run, arguments)
+        return call_own(method, model, arguments["strategy"], arguments, given, one_pass)

@@ -40,7 +40,12 @@ class FitContext:
             UsageError: `model` is neither a model nor a callable that returns one; it is not
                 compiled; or an unknown strategy.
         """
-        model = _checked(model, method)
+        model = model_of(model)
+        if not method.startswith("predict") and not model.compiled:
+            raise UsageError(
+                f"the model is not compiled: call model.compile(optimizer=..., loss=...) before "
+                f"tfmw.{method}()."
+            )
         strategy = strategies.choose(strategy)
         if method != "fit" and isinstance(strategy, tf.distribute.ParameterServerStrategy):
             strategy = tf.distribute.get_strategy()  # the coordinator alone
@@ -80,7 +85,7 @@ class FitContext:
         """The callbacks that this task runs, including its progress display.
 
         Args:
-            callbacks: of the user.
+            callbacks: of the user, or a list of Keras's, with which another call runs.
             driver: of the steps: has `examples` and `times` so far, and `ordinary_model`, which is
                 None on parameter servers.
             verbose: as in Keras.
@@ -88,13 +93,15 @@ class FitContext:
             counts: whether the driver counts examples.
             history: whether to add a `History`.
         """
+        is_ordinary = driver.ordinary_model is None
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks if is_ordinary else OnOrdinaryModel(callbacks, driver.ordinary_model)
         shows = self.group.is_chief and verbose != 0
         local = for_task(callbacks, self.group.is_chief, self.group.size)
         for callback in local:
             if isinstance(callback, Observer):
                 callback.observe(self.group, lambda: driver.times)
         examples = (lambda: driver.examples) if counts else None
-        is_ordinary = driver.ordinary_model is None
         callback_list = keras.callbacks.CallbackList(
             with_progress(local, shows, verbose, examples, overlapping=is_ordinary),
             add_history=history,
@@ -109,24 +116,21 @@ class FitContext:
         return OnOrdinaryModel(callback_list, driver.ordinary_model)
 
 
-def _checked(model: Any, method: str) -> keras.Model:
-    if not models.is_model(model):
-        if not callable(model):
-            raise UsageError(
-                f"received {type(model).__name__} as the model: expected a Keras model, or a "
-                "callable that returns one."
-            )
-        model = model()
-        if not models.is_model(model):
-            raise UsageError(
-                f"the model function returned {type(model).__name__}: expected a Keras model."
-            )
-    if not method.startswith("predict") and not model.compiled:
+def model_of(model: Any) -> keras.Model:
+    """The model: an argument of a call, or what it returns."""
+    if models.is_model(model):
+        return model
+    if not callable(model):
         raise UsageError(
-            f"the model is not compiled: call model.compile(optimizer=..., loss=...) before "
-            f"tfmw.{method}()."
+            f"received {type(model).__name__} as the model: expected a Keras model, or a "
+            "callable that returns one."
         )
-    return model
+    made = model()
+    if not models.is_model(made):
+        raise UsageError(
+            f"the model function returned {type(made).__name__}: expected a Keras model."
+        )
+    return made
 
 
 def _refuse_states_of_examples(model: keras.Model, strategy: tf.distribute.Strategy) -> None:

@@ -12,6 +12,7 @@ to disk, and only children of this process receive it; with `on=` an engine carr
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
 import pickle
@@ -30,7 +31,7 @@ import tensorflow as tf
 from tfmw import data
 from tfmw.cluster import membership
 from tfmw.cluster.cluster import MEMBER
-from tfmw.compat import datasets, models
+from tfmw.compat import datasets, model_methods, models
 from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.data import reshuffles
 from tfmw.data.random_state import restore_random_state
@@ -44,6 +45,7 @@ from tfmw.observe import trackers
 from tfmw.storage import disk
 from tfmw.train import pickling
 from tfmw.train.arguments import FitArguments
+from tfmw.train.callbacks.roles import BackupAndRestore, TemporaryBackup, without_backup
 from tfmw.train.checkpoint import state
 from tfmw.train.checkpoint.store import BackupStore
 
@@ -84,15 +86,17 @@ class _SentDataset:
         return datasets.dataset_from_graph(graph, self.spec)
 
 
-def fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> keras.callbacks.History:
+def fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
     """Trains on new processes and brings the result back.
 
     Args:
         fit: `tfmw.fit`, which each worker calls.
-        arguments: of the call, with a number of workers.
+        arguments: of the call, with a number of workers. Each worker runs the model's own `fit`,
+            if its class has one; what other libraries have wrapped around it runs here.
 
     Returns:
-        The History of the run; where `arguments.model` is a model, it is trained in place.
+        The History of the run, or what the model's own `fit` returns; where `arguments.model` is a
+        model, it is trained in place.
 
     Raises:
         UsageError: an argument cannot be sent to other processes; this process is part of a
@@ -102,6 +106,17 @@ def fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> keras.ca
         SystemExit: they were stopped by SIGTERM and there is no `backup_dir`; the model has the
             weights of their last step.
     """
+
+    def run(**passed: Any) -> Any:
+        return _fit_on_workers(fit, dataclasses.replace(arguments, **passed))
+
+    if not isinstance(arguments.model, keras.Model):
+        return run()
+    of_call = vars(arguments), arguments.given
+    return model_methods.call_method(arguments.model, "fit", *of_call, run, None, overrides=False)
+
+
+def _fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
     model, workers = arguments.model, arguments.workers
     if not membership.current_cluster().is_single:
         raise UsageError(
@@ -133,59 +148,62 @@ def fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> keras.ca
     else:
         chief = _train_on_engine(fit, sent, workers, engine)
     history = keras.callbacks.History()
-    history.history, history.epoch = chief["history"], chief["epoch"]
-    history.params = chief["params"]
+    vars(history).update(chief["history"])
     _follow_orders([sent.x, sent.validation_data], chief["orders"])
     if isinstance(model, keras.Model):
         state.restore(model, chief["tensors"])
         history.set_model(model)
         model.history = history
-    return history
+    return chief.get("result", history)
 
 
 def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Any) -> dict[str, Any]:
     """Trains on processes of this machine; returns what the chief returned."""
-    backup_dir, elastic = sent.backup_dir, bool(sent.sync_elastic)
-    resumes = backup_dir is not None
+    asked, elastic = sent.backup, bool(sent.sync_elastic)
     with contextlib.ExitStack() as stack:
-        folder = ""
-        if backup_dir is None:
+        backup, folder = asked, ""
+        if backup is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfmw-fit-"))
-            backup_dir = os.path.join(folder, "backups")
-            sent = dataclasses.replace(sent, backup_dir=backup_dir, backup_every=_BACKUP_EVERY)
+            backup = TemporaryBackup(os.path.join(folder, "backups"), _BACKUP_EVERY)
         try:
             chief, *_ = launch(
                 _train,
-                _packed(fit, sent),
+                _packed(fit, _with(sent, backup)),
                 workers,
                 elastic=elastic,
                 max_restarts=_ELASTIC_RESTARTS if elastic else 0,
                 scratch=folder,
             )
         except (KeyboardInterrupt, Preempted) as stopped:
-            _restore_newest_backup(sent.model, backup_dir)
-            if resumes or isinstance(stopped, KeyboardInterrupt):
+            _restore_newest_backup(sent.model, backup.backup_dir)
+            if asked is not None or isinstance(stopped, KeyboardInterrupt):
                 raise
             print("without backup_dir= the same command starts anew", flush=True)
             raise SystemExit(128 + signal.SIGTERM) from None
     return chief
 
 
+def _with(sent: FitArguments, backup: BackupAndRestore) -> FitArguments:
+    """The arguments with a backup callback that stands for `backup_dir` and `backup_every`."""
+    callbacks, _ = without_backup(sent.callbacks)
+    return dataclasses.replace(sent, callbacks=[*callbacks, backup], backup_dir=None)
+
+
 def _train_on_engine(
     fit: Callable[..., Any], sent: FitArguments, workers: Any, engine: Engine
 ) -> dict[str, Any]:
     """Trains where the engine places the tasks; returns what the chief returned."""
-    paths: dict[str, Any] = {
-        name: disk.absolute(os.fspath(path))
-        for name in ("backup_dir", "export_dir")
-        if (path := getattr(sent, name)) is not None
-    }
-    directories = {"backup_dir": paths["backup_dir"]} if "backup_dir" in paths else {}
-    if not directories:
-        paths |= {"backup_dir": _KEPT_BY_JOB, "backup_every": _BACKUP_OF_JOB_EVERY}
+    backup = copy.copy(sent.backup)
+    directories = {}
+    if backup is None:
+        backup = TemporaryBackup(_KEPT_BY_JOB, _BACKUP_OF_JOB_EVERY)
+    else:
+        backup.backup_dir = directories["backup_dir"] = disk.absolute(backup.backup_dir)
+    if sent.export_dir is not None:
+        sent = dataclasses.replace(sent, export_dir=disk.absolute(os.fspath(sent.export_dir)))
     submitted = submit.start(
         engine,
-        call.pack(_train, _packed(fit, dataclasses.replace(sent, **paths))),
+        call.pack(_train, _packed(fit, _with(sent, backup))),
         workers,
         engine.max_restarts,
         live=is_watched(sys.stdout),
@@ -218,23 +236,24 @@ def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict
     _apply(process)
     model = sent.model
     model = pickling.settled(model) if isinstance(model, keras.Model) else model()
-    kept = sent.backup_dir == _KEPT_BY_JOB
+    if sent.backup is not None and sent.backup.backup_dir == _KEPT_BY_JOB:
+        sent.backup.backup_dir = os.environ[agent.BACKUPS]
     opened: dict[str, tf.data.Dataset] = {}
     arguments = {
         **vars(sent),
         "model": model,
         "x": _opened(sent.x, opened),
         "validation_data": _opened(sent.validation_data, opened),
-        "backup_dir": os.environ[agent.BACKUPS] if kept else sent.backup_dir,
     }
-    history = fit(**arguments)
+    result = model_methods.call_given(fit, arguments, arguments.pop("given"))
     if not membership.current_cluster().is_chief or os.environ.get(MEMBER, "0") != "0":
         return {}
+    of_user = isinstance(result, keras.callbacks.History)
+    history = getattr(model, "history", None)
     return {
+        **({} if of_user else {"result": result}),
         "tensors": {name: models.native(v).numpy() for name, v in state.named(model).items()},
-        "history": history.history,
-        "epoch": history.epoch,
-        "params": history.params,
+        "history": {k: getattr(history, k, None) for k in ("history", "epoch", "params")},
         "orders": {name: ShuffleSeeds(shuffle).passes for name, shuffle in opened.items()},
     }
 
@@ -277,11 +296,21 @@ def _build(arguments: FitArguments) -> None:
             "the model is not compiled: call model.compile(optimizer=..., loss=...) before "
             "tfmw.fit()."
         )
-    if not models.needs_build(model):
-        return
-    source = data.Source(arguments.x, arguments.y, arguments.sample_weight, arguments.batch_size)
-    shard = source.shard(data.Sharding(), data.Order())
-    models.build_all(model, shard.element_spec)
+
+    def build(**passed: Any) -> None:
+        source = dataclasses.replace(arguments, **passed).split().source
+        shard = source.shard(data.Sharding(), data.Order())
+        models.build_all(model, shard.element_spec)
+        raise _Built
+
+    if models.needs_build(model):
+        of_call = vars(arguments), arguments.given
+        with contextlib.suppress(_Built):
+            model_methods.call_method(model, "fit", *of_call, build, None, is_chief=False)
+
+
+class _Built(BaseException):
+    """Ends a `fit` of the user's, which has prepared the data, where it calls Keras's."""
 
 
 def _sent(x: Any, what: str) -> Any:

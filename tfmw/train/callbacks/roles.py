@@ -139,6 +139,16 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.save_nan = save_nan
 
 
+class TemporaryBackup(BackupAndRestore):
+    """A backup that the user has not asked for, of a call that gets its own processes.
+
+    An interrupted call gets its weights, and training goes on with a loss that is not finite.
+    """
+
+    def __init__(self, backup_dir: str | os.PathLike[str], save_freq: str):
+        super().__init__(backup_dir, save_freq, save_nan=True)
+
+
 def without_backup(callbacks: Any) -> tuple[list[Any], BackupAndRestore | None]:
     """Separates the backup callback, which `fit` implements itself, from the other callbacks.
 
@@ -253,11 +263,11 @@ class OnOrdinaryModel:
         ordinary_model: Callable[[bool], contextlib.AbstractContextManager[None]],
     ):
         self.callbacks: list[Any] = callback_list.callbacks
-        self._list = callback_list
+        self.of_keras = callback_list
         self._ordinary_model = ordinary_model
 
     def __getattr__(self, hook: str) -> Callable[..., None]:
-        method: Callable[..., None] = getattr(self._list, hook)
+        method: Callable[..., None] = getattr(self.of_keras, hook)
         if not any(acts_in(callback, hook) for callback in self.callbacks):
             return method
 

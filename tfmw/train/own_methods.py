@@ -1,0 +1,75 @@
+"""Methods of a model's class, and wrappers of other libraries, around those of tfmw.
+
+    mlflow.keras.autolog()
+    tfmw.fit(model, data)        # one run of MLflow, begun and ended on the chief
+
+    class Scaled(keras.Model):
+        def fit(self, x, *args, **kwargs):
+            return super().fit(x / 255.0, *args, **kwargs)       # on all workers
+
+    tfmw.fit(Scaled(...), data)
+
+Each task runs the model's own method with the same arguments; Keras's method at the end of it is
+tfmw's, which divides the data. Keras's other methods are tfmw's there, too. What other libraries
+have wrapped around Keras's method runs on the chief. Both see the arguments that Keras has.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw.cluster.cluster import MEMBER
+from tfmw.cluster.group import Group
+from tfmw.compat import model_methods
+from tfmw.train import strategies
+
+
+def call_own(
+    name: str,
+    model: keras.Model,
+    strategy: Any,
+    arguments: Mapping[str, Any],
+    given: Collection[str],
+    run: Callable[..., Any],
+) -> Any:
+    """The result of `model.<name>`, or of `run` for a model without a method of its own.
+
+    Args:
+        strategy: of the call. It is chosen, and so the cluster joined, before code of the user's
+            runs TensorFlow.
+        arguments: of the call, by name.
+        given: the names of those that the caller has passed.
+        run: does what Keras's method does; gets its arguments by name.
+    """
+    of_user = model_methods.is_overridden(model, name) or model_methods.is_wrapped(name)
+    if of_user:
+        strategy = strategies.choose(strategy)
+    others = functools.partial(_of_tfmw, strategy)
+    chief = not of_user or is_chief(strategy)
+    return model_methods.call_method(model, name, arguments, given, run, others, chief)
+
+
+def calling_evaluate(model: keras.Model, strategy: tf.distribute.Strategy, run: Any) -> Any:
+    """A context in which `model.evaluate` is as the user has it, with `run` at its end."""
+    others = functools.partial(_of_tfmw, strategy)
+    return model_methods.calling(model, "evaluate", run, others, is_chief(strategy))
+
+
+def _of_tfmw(strategy: Any, name: str, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a method of Keras's is within a method of the user's: it is of another layer."""
+    method = getattr(importlib.import_module("tfmw"), name)
+    return method(model, *args, strategy=strategy, **kwargs)
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this task is the first of those that make the same call."""
+    if strategies.servers_of(strategy) is not None:
+        return True  # the coordinator
+    return Group.of(strategy).is_chief and os.environ.get(MEMBER, "0") == "0"
