@@ -137,11 +137,30 @@ def test_importing_tfmw_imports_no_tensorflow() -> None:
 @pytest.mark.thorough
 def test_functions_keep_their_names_when_their_modules_are_imported() -> None:
     script = """
-import tfmw.train.calls, tfmw.export, tfmw.launcher.run
+import tfmw.train.calls, tfmw.train.saved_model, tfmw.launcher.run
 from tfmw.train.calls import fit
 assert tfmw.fit is fit and callable(tfmw.export) and callable(tfmw.launch)
 """
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
+@pytest.mark.slow
+def test_another_backend_of_keras_is_refused() -> None:
+    script = """
+import keras, tfmw
+keras.backend.backend = lambda: "jax"
+try:
+    tfmw.fit
+except tfmw.UsageError as e:
+    print(e)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], timeout=120, check=True, capture_output=True, text=True
+    )
+    assert run.stdout == (
+        "the Keras backend is 'jax', and tfmw trains on TensorFlow: set KERAS_BACKEND=tensorflow "
+        "before Keras is imported.\n"
+    )
 
 
 @pytest.mark.multiprocess

@@ -15,6 +15,16 @@ May import: `tfmw.errors`.
 import importlib
 import pkgutil
 
+import keras
+
+from tfmw.errors import UsageError
+
+if keras.backend.backend() != "tensorflow":
+    raise UsageError(
+        f"the Keras backend is {keras.backend.backend()!r}, and tfmw trains on TensorFlow: set "
+        "KERAS_BACKEND=tensorflow before Keras is imported."
+    )
+
 
 def missing_names() -> list[str]:
     """Private names that tfmw uses and the installed versions lack; [] if all exist."""
