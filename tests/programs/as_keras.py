@@ -171,7 +171,7 @@ def inputs_that_are_none(trainer: Any) -> Any:
 
 
 class Repeated(keras.Model):
-    """The numbers below that of each row, as a ragged, sparse or padded tensor."""
+    """The numbers below that of each row, as a ragged, sparse or padded tensor, or a text."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -179,6 +179,8 @@ class Repeated(keras.Model):
 
     def call(self, x: Any) -> Any:
         ragged = tf.ragged.range(tf.cast(x[:, 0], tf.int32))
+        if self.kind == "text":
+            return tf.strings.reduce_join(tf.strings.as_string(ragged), axis=1)
         if self.kind == "ragged":
             return ragged
         return ragged.to_sparse() if self.kind == "sparse" else ragged.to_tensor()
@@ -191,6 +193,9 @@ def predictions_without_one_shape(trainer: Any) -> Any:
         kind: as_lists(trainer.predict(Repeated(kind), inputs, batch_size=BATCH))
         for kind in ("ragged", "padded")
     }
+    texts = trainer.predict(Repeated("text"), inputs, batch_size=BATCH)
+    assert texts.dtype == object
+    out["text"] = [text.decode() for text in texts.tolist()]
     # Each replica pads to the longest row of its own.
     out["padded"] = [row[:n] for row, n in zip(out["padded"], numbers, strict=True)]
     if trainer.is_tfmw:  # Keras cannot put together sparse ones of several widths

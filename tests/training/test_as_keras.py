@@ -108,6 +108,7 @@ SCENARIOS = [
     "methods_of_the_class",
     "a_fit_of_several_trainings",
     "a_fit_that_calls_tfmw",
+    "predictions_without_one_shape",
 ]
 ON_DEVICES = [
     "replicas_keep_seeds_of_their_own",
@@ -120,7 +121,6 @@ SCENARIOS_TOO = [
     "replicas_without_an_example",
     "ragged_inputs",
     "whole_batches",
-    "predictions_without_one_shape",
     "batches_of_several_shapes",
     "random_numbers_after_a_run",
     "stopping",

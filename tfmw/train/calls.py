@@ -418,8 +418,8 @@ def predict(
         and a `tf.RaggedTensor` if its shape changes from step to step.
 
     Raises:
-        UsageError: an empty dataset, an infinite one without `steps`, data that differs between
-            workers, or outputs that cannot be sent between workers (strings).
+        UsageError: an empty dataset, an infinite one without `steps`, or data that differs between
+            workers.
     """
     return _one_pass("predict", run_prediction, locals(), given())
 

@@ -290,12 +290,9 @@ def _all_rows(replicas: Replicas, local: np.ndarray) -> np.ndarray:
     described = group.from_all([len(local), list(local.shape[1:]), local.dtype.name])
     sizes = [size for size, _, _ in described]
     _, shape, name = described[int(np.argmax(sizes))]
+    if name == "object":
+        return _all_strings(replicas, local, shape)
     dtype = tf.as_dtype(name)
-    if dtype == tf.string or name == "object":
-        raise UsageError(
-            "predictions are strings, which cannot be sent between workers: predict their "
-            "indices and look them up afterwards."
-        )
     numpy_dtype, transport = dtype.as_numpy_dtype, replicas.transport
     # In bytes; a worker's are the part of its first replica.
     lengths = [0] * replicas.count
@@ -310,3 +307,14 @@ def _all_rows(replicas: Replicas, local: np.ndarray) -> np.ndarray:
         transport.gather_between_steps([own] + [nothing] * (replicas.local - 1), cuts, gathered)
     in_order: np.ndarray = np.concatenate([gathered[cuts[n] : cuts[n + 1]] for n in numbers])
     return in_order.view(numpy_dtype).reshape([sum(sizes), *shape])
+
+
+def _all_strings(replicas: Replicas, local: np.ndarray, shape: list[int]) -> np.ndarray:
+    """As `_all_rows`, for arrays [rows, *shape] of bytes."""
+    own = local.ravel().tolist() if len(local) else []
+    lengths: np.ndarray = np.reshape([len(text) for text in own], [-1, *shape]).astype(np.int64)
+    lengths = _all_rows(replicas, lengths)
+    joined = _all_rows(replicas, np.frombuffer(b"".join(own), np.uint8)).tobytes()
+    ends = np.cumsum(lengths)
+    texts = [joined[end - n : end] for end, n in zip(ends, lengths.ravel(), strict=True)]
+    return np.array(texts, object).reshape(lengths.shape)
