@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -12,6 +15,7 @@ from tests.helpers.cases import cases
 from tfmw import data
 from tfmw.cluster.group import Group
 from tfmw.compat.shuffles import ShuffleSeeds
+from tfmw.errors import UsageError
 from tfmw.train.epoch_iterator import EpochIterator, Position
 
 EXAMPLES = 22
@@ -93,3 +97,49 @@ def test_a_position_has_the_orders_before_it(old: bool) -> None:
     assert read(rest) == expected
     passes: Any = ShuffleSeeds(again).passes
     assert passes == ShuffleSeeds(first).passes == (3 if old else 4)
+
+
+ROWS: np.ndarray = np.arange(EXAMPLES, dtype=np.float32)
+
+SHORTER: dict[str, Callable[[int], data.Source]] = {
+    "slices": lambda n: data.Source(tf.data.Dataset.range(n).batch(2)),
+    "shuffled": lambda n: data.Source(tf.data.Dataset.range(n).shuffle(9, seed=1).batch(2)),
+    "whole batches": lambda n: data.Source(tf.data.Dataset.range(n).batch(2), split=False),
+    "arrays": lambda n: data.Source(ROWS[:n], batch_size=2),
+    "shuffled arrays": lambda n: data.Source(ROWS[:n], batch_size=2, shuffle=True),
+    "PyDataset": lambda n: data.Source(Rows(n)),
+}
+
+
+class Rows(keras.utils.PyDataset):
+    def __init__(self, number: int):
+        super().__init__()
+        self._number = number
+
+    def __len__(self) -> int:
+        return self._number // 2
+
+    def __getitem__(self, index: int) -> Any:
+        return (ROWS[2 * index : 2 * index + 2],)
+
+
+@pytest.mark.parametrize("kind", SHORTER)
+@pytest.mark.parametrize("length", [2, 10])
+def test_data_that_ends_before_the_position_of_a_backup_is_refused(kind: str, length: int) -> None:
+    """Five steps were done, in a pass over eleven batches; then there are one or five."""
+
+    def begun(length: int, position: Any = None) -> EpochIterator:
+        source = SHORTER[kind](length)
+        return EpochIterator(source, Group(0, 1), data.Sharding(), None, "steps", position)
+
+    epoch = begun(EXAMPLES)
+    epoch.begin_epoch()
+    for _ in range(5):
+        call = epoch.next_call(1)
+        assert call is not None
+        next(call.iterator)
+        epoch.advance(1, 1)
+    position = dataclasses.asdict(epoch.position(in_epoch=True))
+    with pytest.raises(UsageError, match=f"after 5 steps of a pass .* has {length // 2} steps"):
+        begun(length, position).restore_position()
+    begun(12, position).restore_position()

@@ -224,6 +224,14 @@ class EpochIterator:
     def _begin_pass(self, skip: int = 0, batches: int = 0) -> None:
         """Begins a pass after `skip` steps, of so many batches."""
         shard = self.shard
+        if skip and shard.steps not in (None, data.INFINITE):
+            before = batches // self._batches_per_step
+            if before >= shard.steps:
+                raise UsageError(
+                    f"the backup was taken after {before} steps of a pass over the data, which now "
+                    f"has {shard.steps} steps: the run cannot resume after its end. Pass the data "
+                    "of the interrupted run, or another backup_dir to begin anew."
+                )
         source, order = self._source, self._order
         read_once = skip and source.is_read_once and batches % self._batches_per_step == 0
         if source.reshuffled_by_keras:
