@@ -128,6 +128,32 @@ class TestSplit:
         assert found == (own.split(), program.split())
 
 
+@pytest.mark.parametrize(
+    ("script", "flags", "found"),
+    [
+        ("fit(model)", "--workers 2 --epochs 3", ["--workers"]),
+        ("num_workers = 3", "--workers=2 --max_restarts 3", ["--workers", "--max-restarts"]),
+        ("parser.add_argument('--workers')", "--workers=2", []),
+        ("flags.DEFINE_string('log_dir', '', '')", "--log_dir=x --log-dir y", []),
+        ("fit(model)", "workers -m x -- --epochs", []),
+    ],
+)
+def test_options_behind_a_script_that_does_not_know_them(script, flags, found, tmp_path):
+    (tmp_path / "train.py").write_text(script)
+    assert cli._passed_by_mistake([str(tmp_path / "train.py"), *flags.split()]) == found
+    assert cli._passed_by_mistake(["a.module", *flags.split()]) == []
+
+
+def test_misplaced_options_are_named(tmp_path):
+    (tmp_path / "train.py").write_text("print('trains')\n")
+    done = tfmw("run", str(tmp_path / "train.py"), "--workers", "2")
+    assert done.stderr == (
+        f"tfmw: {tmp_path}/train.py gets --workers, which it does not mention: options of tfmw run "
+        "belong before the script\n"
+    )
+    assert done.stdout == "trains\n"
+
+
 def test_run_as_one_task_of_an_existing_cluster(tmp_path):
     config = {**TWO, "task": {"type": "worker", "index": 1}}
     env = {"TF_CONFIG": json.dumps(config), "TFMW_TASK": "worker 1", "TFMW_RESULT": str(tmp_path)}

@@ -25,6 +25,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import secrets
 import signal
 import sys
@@ -341,6 +342,18 @@ def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str],
     return own, rest
 
 
+def _passed_by_mistake(program: Sequence[str]) -> list[str]:
+    """Names of options of tfmw run among a script's flags, which the script does not mention."""
+    own = {option.split()[0] for group in _RUN_OPTIONS.values() for option in group}
+    found = [_with_hyphens(flag).partition("=")[0] for flag in program[1:]]
+    try:
+        text = Path(program[0]).read_text(errors="replace")
+    except (OSError, IndexError):  # a module, or a folder
+        return []
+    words = {word.replace("_", "-") for word in re.findall(r"\w+(?:-\w+)*", text)}
+    return [name for name in found if name in own and name[2:] not in words]
+
+
 def _with_hyphens(token: str) -> str:
     """--log_dir=a_b -> --log-dir=a_b."""
     name, equals, value = token.partition("=")
@@ -383,6 +396,12 @@ def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions) -> int |
 
 def _run(options: argparse.Namespace) -> int:
     from tfmw.launcher.run import launch_tasks, run_here
+
+    for name in _passed_by_mistake(options.program):
+        say(
+            f"tfmw: {options.program[0]} gets {name}, which it does not mention: options of tfmw "
+            "run belong before the script"
+        )
     from tfmw.observe import metrics_server, tracing
 
     run_options = RunOptions(**{f: getattr(options, flag) for f, flag in _RUN_FIELDS.items()})
