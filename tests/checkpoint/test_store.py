@@ -39,7 +39,7 @@ from tfmw.errors import TfmwError, UsageError
 from tfmw.storage import disk
 from tfmw.train.checkpoint import compatibility, resume, state
 from tfmw.train.checkpoint.schedule import BackgroundWriter, Schedule
-from tfmw.train.checkpoint.store import BackupStore, verify
+from tfmw.train.checkpoint.store import BackupStore, Damaged, verify
 
 ENVIRON = {**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
@@ -224,6 +224,8 @@ def test_truncated_file_is_detected_and_the_previous_backup_is_used(store, caplo
     content = (newest / name).read_bytes()
     for length in {0, 1, len(content) // 2, len(content) - 1}:
         (newest / name).write_bytes(content[:length])
+        with pytest.raises(Damaged):  # before its tensors are read
+            store.read(2)
         assert fall_back(store, caplog) == 1
         assert "step_000000000002 is damaged" in caplog.text
         assert "the previous backup is used" in caplog.text

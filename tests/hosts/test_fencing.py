@@ -18,6 +18,7 @@ import tfmw
 from tests.helpers.hosts import Hosts, Namespaces, network
 from tests.programs._hold import hold_at
 from tfmw.storage import fence
+from tfmw.storage.directories import atomic_directory
 
 EPOCHS, STEPS = 3, 12
 
@@ -111,6 +112,24 @@ def test_of_two_halves_of_a_cut_network_one_trains_and_the_other_reports_it(tmp_
     assert [worker["attempt"] for worker in hosts.results()] == [2, 2]
     for worker in hosts.results():
         np.testing.assert_allclose(worker["history"]["ids"], [47.5] * epochs, rtol=1e-6)
+
+
+def test_a_directory_stays_as_it_is_if_a_later_attempt_begins_during_its_write(
+    tmp_path, monkeypatch
+):
+    record, target = tmp_path / "record.json", tmp_path / "export"
+    monkeypatch.setenv(fence.FENCE, str(record))
+    monkeypatch.setenv(fence.ATTEMPT, "0")
+    for begun in (0, 1):
+        with contextlib.ExitStack() as stack:
+            if begun:
+                stack.enter_context(pytest.raises(fence.Fenced, match="have begun attempt 1"))
+            written = Path(stack.enter_context(atomic_directory(str(target))))
+            written.mkdir()
+            (written / "model").write_text(f"attempt {begun}")
+            record.write_text(json.dumps({"run": "abc", "attempt": begun}))
+    assert (target / "model").read_text() == "attempt 0"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "record.json"]
 
 
 @pytest.mark.parametrize("fenced", [True, False])
