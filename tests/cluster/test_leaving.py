@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 
-from tests.helpers.cluster import PROGRAMS
+from tests.helpers.cluster import PROGRAMS, children, tfmw_command
 
 PROGRAM = PROGRAMS / "leaves.py"
 
@@ -39,3 +43,33 @@ def test_a_busy_task_disturbs_nobody(run_cluster):
     assert [result["done"] for result in run] == [True, True]
     assert "exits before" not in run.output
     assert "rror" not in run.output
+
+
+PAUSE_S = 6.0  # longer than the heartbeats of the program, and than the launcher's patience
+PATIENCE_S = 120.0
+
+
+@pytest.mark.multiprocess
+def test_a_pause_of_all_processes_loses_nothing(tmp_path):
+    """As by `docker pause`, or a closed lid."""
+    command = ["run", "--workers", "2", "--max-restarts", "1", "--log-dir", str(tmp_path / "logs")]
+    program = [str(PROGRAM), "paused", "auto", str(tmp_path / "backups")]
+    env = {"TFMW_RESULT": str(tmp_path), "TFMW_NO_INIT": "1"}
+    with tfmw_command(*command, *program, env=env) as launcher:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(list(tmp_path.glob("waits_*"))) < 2:
+            assert time.monotonic() < deadline
+            assert launcher.poll() is None, launcher.communicate()[0]
+            time.sleep(0.1)
+        everyone = [*children(launcher.pid), launcher.pid]
+        for pid in everyone:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(PAUSE_S)
+        (tmp_path / "was_paused").touch()
+        for pid in everyone:
+            os.kill(pid, signal.SIGCONT)
+        output, _ = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 0, output
+    assert "exits before" not in output
+    assert len(list(tmp_path.glob("worker_*.json"))) == 2
+    assert os.listdir(tmp_path / "backups") == ["LOCK"]  # the same command trains again

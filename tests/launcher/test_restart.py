@@ -36,7 +36,7 @@ from tfmw.launcher.options import RunOptions
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy, backoff_s, restarts_alone
 from tfmw.launcher.result import Result
 from tfmw.launcher.run import launch_tasks
-from tfmw.launcher.watchdog import HungTask, TaskStatus, Watchdog
+from tfmw.launcher.watchdog import HungTask, RunningTime, TaskStatus, Watchdog
 
 PROGRAM = str(PROGRAMS / "restart_tasks.py")
 NO_INIT = {"TFMW_NO_INIT": "1", "PYTHONPATH": str(ROOT)}
@@ -366,6 +366,21 @@ class TestWatchdog:
         assert watchdog.check(sights) is None
         self.now = 41
         assert watchdog.check(sights) == HungTask("worker 1", "no progress for 41 s after step 7")
+
+    def test_a_pause_of_the_launcher_and_its_tasks_is_no_silence(self):
+        self.now = 100.0
+        clock = RunningTime(lambda: self.now)
+        watchdog = Watchdog(30, 120, 5, lag_s=10, clock=clock)
+        stopped = TaskStatus("worker 0", 7, 8, stopped=True)
+        assert watchdog.check([stopped]) is None
+        self.now += 3600
+        assert watchdog.check([stopped]) is None
+        for _ in range(4):
+            self.now += 1
+            assert watchdog.check([stopped]) is None
+        self.now += 1
+        reason = "stopped by a signal for 5 s"
+        assert watchdog.check([stopped]) == HungTask("worker 0", reason, external=True)
 
     def test_a_report_of_the_same_step_is_progress(self, watchdog):
         for reports in range(10):

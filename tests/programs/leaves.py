@@ -1,4 +1,7 @@
-"""One task ends, or is busy, while the other waits for it: leaves.py evaluate|exit|step|busy."""
+"""How tasks end: leaves.py evaluate|exit|step|busy|paused COLLECTIVES.
+
+One task ends, or is busy, while the other waits for it; or all processes are paused meanwhile.
+"""
 
 import os
 import sys
@@ -7,13 +10,16 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfmw
 from tests.programs._result import write
-from tfmw.cluster import leaving
+from tfmw.cluster import joining, leaving
 from tfmw.compat import runtime
 
 what, collectives = sys.argv[1:3]
+if what == "paused":
+    joining.HEARTBEAT_S = 2
 cluster = tfmw.init(collectives=collectives)
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
@@ -45,6 +51,28 @@ if what == "busy":
 
     runtime.require_task = noted
 
+
+class WaitsForThePause(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        folder = Path(os.environ["TFMW_RESULT"])
+        if epoch == 1:
+            (folder / f"waits_{cluster.index}").touch()
+            while not (folder / "was_paused").exists():
+                time.sleep(0.05)
+
+
+if what == "paused":
+
+    def refused(name: str, timeout_s: float) -> None:
+        """As after a pause: the service takes all tasks for lost, unless they were quick."""
+        raise tf.errors.UnavailableError(None, None, "Agent must be in CONNECTED state.")
+
+    runtime.coordination_barrier = refused
+    waits = [WaitsForThePause()]
+    backups = sys.argv[3]
+    tfmw.fit(model, x, y, batch_size=4, epochs=3, verbose=0, callbacks=waits, backup_dir=backups)
+    write({"done": True})
+    sys.exit()
 callbacks = [LeavesInTheSecondEpoch()] if what == "exit" else []
 tfmw.fit(model, x, y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
 if cluster.is_chief:

@@ -33,7 +33,7 @@ _SLICE_S = 5.0  # of a wait at the end, after which the tasks that are missing a
 _AT_ONCE_S = 0.2  # for a key that is there
 _BARRIER_S = 60.0  # for tasks that are all at their end
 
-_ENDED, _ALL_ENDED = "tfmw/ended", "tfmw/all_ended"
+_ENDED, _ALL_ENDED, _LEFT = "tfmw/ended", "tfmw/all_ended", "tfmw/left"
 
 
 @dataclasses.dataclass
@@ -118,7 +118,22 @@ class Departure:
                 runtime.coordination_set(_ALL_ENDED, json.dumps(None))
             else:
                 self._get(_ALL_ENDED, {0})
-            runtime.coordination_barrier("tfmw/leave", _BARRIER_S)
+            try:
+                runtime.coordination_barrier("tfmw/leave", _BARRIER_S)
+            except tf.errors.OpError:
+                self._leave_one_by_one()
+
+    def _leave_one_by_one(self) -> None:
+        """Waits, on the first task, until the others know that all have ended.
+
+        After a pause of all processes, longer than the heartbeats, the coordination service takes
+        every task for lost. It still has its keys, but no barrier, and it ends with the first task.
+        """
+        if self._rank > 0:
+            runtime.coordination_set(f"{_LEFT}/{self._rank}", json.dumps(None))
+            return
+        for rank in range(1, len(self._tasks)):
+            runtime.coordination_get(f"{_LEFT}/{rank}", _SLICE_S)
 
     def _get(self, key: str, awaited: set[int]) -> Any:
         """Waits for a key without limit, as long as the tasks that have to set it are there."""

@@ -38,7 +38,14 @@ from tfmw.launcher.process import Task
 from tfmw.launcher.restart import backoff_s, restarts_alone, when
 from tfmw.launcher.run_status import RunStatus, sentence
 from tfmw.launcher.spawn import ATTEMPT_MARK, Spawner, end_marked, reap_orphans
-from tfmw.launcher.watchdog import LAG_S, STOPPED_TIMEOUT_S, HungTask, TaskStatus, Watchdog
+from tfmw.launcher.watchdog import (
+    LAG_S,
+    STOPPED_TIMEOUT_S,
+    HungTask,
+    RunningTime,
+    TaskStatus,
+    Watchdog,
+)
 from tfmw.observe.exchanges import missing
 from tfmw.observe.goodput import Division
 from tfmw.observe.progress import AT_THE_END
@@ -132,6 +139,7 @@ class Attempt:
             self._options.start_timeout_s,
             STOPPED_TIMEOUT_S if self._options.max_restarts else 0.0,
             LAG_S,
+            RunningTime(),
         )
         self._next_check = 0.0
         self._hung: HungTask | None = None

@@ -24,6 +24,28 @@ LAG_S = 10.0
 """Seconds without progress, while another task progresses, after which the log names a task."""
 
 
+PAUSE_S = 3.0
+"""Seconds between two readings of `RunningTime` from which this process was paused."""
+
+
+class RunningTime:
+    """A clock that stands still while this process is paused, as by `docker pause`: so are tasks.
+
+    Args:
+        clock: monotonic seconds. It is read several times a second.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._last, self._paused = clock, clock(), 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        if now - self._last >= PAUSE_S:
+            self._paused += now - self._last
+        self._last = now
+        return now - self._paused
+
+
 @dataclasses.dataclass(frozen=True)
 class TaskStatus:
     """The state of one running task: its name, and its last report (`tfmw.observe.progress`)."""
