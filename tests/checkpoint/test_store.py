@@ -470,6 +470,54 @@ def test_backup_restores_numbers_of_callbacks_not_paths_or_methods():
     assert stop.wait == 2
 
 
+HEADER, ROW = "epoch,loss\r\n", "{},0.5\r\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "epoch", "after"),
+    [
+        ([0, 1, 2, 3], 2, [0, 1]),
+        ([0, 1], 2, [0, 1]),
+        ([0, 1, 2, 3, 0, 1, 2], 1, [0, 1, 2, 3, 0]),  # an earlier run's rows come first
+        ([5, 6, 7], 5, []),
+        ([3], 0, []),
+        ([], 0, []),
+    ],
+)
+def test_rows_of_epochs_that_are_trained_again_are_removed(before, epoch, after, tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_bytes((HEADER + "".join(map(ROW.format, before))).encode())
+    log = keras.callbacks.CSVLogger(path)
+    state.prepare_for_resume([log], epoch, 0)
+    assert path.read_bytes().decode() == HEADER + "".join(map(ROW.format, after))
+    assert log.append
+
+
+@pytest.mark.parametrize(
+    ("attempt", "written_ago_s", "rows"),
+    [
+        (0, 0, [0, 1, 0, 1]),  # of another run, as Keras does
+        (1, 0, [0, 1]),  # of an attempt that was lost before its first backup
+        (1, 1e9, [0, 1, 0, 1]),  # before this run began
+    ],
+)
+def test_a_restart_without_a_backup_logs_each_epoch_once(
+    attempt, written_ago_s, rows, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TFMW_ATTEMPT", str(attempt))
+    path = tmp_path / "log.csv"
+    path.write_text(HEADER + ROW.format(0) + ROW.format(1), newline="")
+    at = path.stat().st_mtime - written_ago_s
+    os.utime(path, (at, at))
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x: Any = np.ones((4, 2), "float32")
+    log = keras.callbacks.CSVLogger(path, append=True)
+    tfmw.fit(model, x, x[:, :1], epochs=2, verbose=0, callbacks=[log])
+    lines = path.read_text().splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["epoch", *map(str, rows)]
+
+
 def test_resumed_run_keeps_its_own_settings():
     class Counter(keras.callbacks.Callback):
         def __init__(self, every):

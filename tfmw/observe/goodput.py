@@ -200,3 +200,9 @@ account = Account()
 
 phase, trains_from, division = account.phase, account.trains_from, account.division
 spent, moved = account.spent, account.moved
+
+
+def began() -> float:
+    """When the run began, with its first attempt, in seconds of time.time()."""
+    now = division()
+    return now.at - sum(now.seconds)

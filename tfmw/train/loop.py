@@ -243,6 +243,8 @@ class TrainingLoop:
             state.prepare_for_resume(callbacks, self._initial_epoch, self._step)
             if not (found.get("logs") and found["stopped"]):  # otherwise no step remains
                 driver.restore_position()
+        elif fence.attempt():
+            state.forget_attempt(callbacks, self._initial_epoch, goodput.began())
         self._model.stop_training = False
         if self._backups.on:
             state.note_callbacks(callbacks)

@@ -329,15 +329,34 @@ def prepare_for_resume(callbacks: Iterable[Any], epoch: int, step: int) -> None:
             forget_events(callback, epoch, step)
 
 
+def forget_attempt(callbacks: Iterable[Any], epoch: int, began: float) -> None:
+    """Removes rows that earlier attempts of this run have appended, before it begins anew.
+
+    Args:
+        epoch: the first epoch of the run, from 0.
+        began: when the run began, by `time.time`.
+    """
+    for callback in callbacks:
+        log = getattr(callback, "callback", callback)
+        with contextlib.suppress(OSError):
+            if isinstance(log, keras.callbacks.CSVLogger) and log.append:
+                if os.path.getmtime(log.filename) >= began:
+                    _forget_rows(log, epoch)
+
+
 def _forget_rows(log: keras.callbacks.CSVLogger, epoch: int) -> None:
-    """Removes from a CSV log the epochs that will be trained again."""
+    """Removes from a CSV log the epochs that will be trained again; rows of earlier runs stay."""
     try:
         with open(log.filename, newline="") as file:
             lines = list(file)
         rows = list(csv.reader(lines, delimiter=log.sep))
         column = rows[0].index("epoch")
-        pairs = list(zip(lines, rows, strict=True))
-        kept = lines[:1] + [line for line, row in pairs[1:] if int(row[column]) < epoch]
+        epochs = [-1, *(int(row[column]) for row in rows[1:])]
+        own = len(lines) - 1  # the first row of this run, from which epochs ascend
+        while own > 1 and epochs[own] > epochs[own - 1]:
+            own -= 1
+        pairs = list(zip(lines, epochs, strict=True))
+        kept = lines[:own] + [line for line, number in pairs[own:] if number < epoch]
     except (OSError, ValueError, IndexError):
         return  # there is no log, or CSVLogger did not write it
     if len(kept) < len(lines):
