@@ -79,6 +79,14 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "skip": (lambda rank: numbers().skip(10 * rank).take(10).batch(4), "count of Skip is 0"),
     "arrays": (lambda rank: (np.arange(10.0) + 10 * rank, np.zeros(10)), "an array is"),
+    "the order of a few rows": (
+        lambda rank: (np.where(np.arange(1000) == 7 + rank, 1.0, 0.0), np.zeros(1000)),
+        "an array is",
+    ),
+    "one label of many": (
+        lambda rank: (np.zeros([500, 9]), np.arange(500) % 7 + (np.arange(500) == 77) * rank),
+        "an array is [[500], 'int64'",
+    ),
     "lengths": (lambda rank: (np.zeros(10 + rank), np.zeros(10 + rank)), "an array is [[10]"),
     "slices": (
         lambda rank: tf.data.Dataset.from_tensor_slices(np.arange(30)[rank::2]).batch(4),

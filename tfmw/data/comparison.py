@@ -151,21 +151,21 @@ def _array(array: np.ndarray) -> list[Any]:
     return [list(array.shape), array.dtype.name, [projection / (size or 1), size]]
 
 
-def sketch(array: Any) -> tuple[float, float]:
+def sketch(array: Any, most: int = _COMPARED) -> tuple[float, float]:
     """(a random projection of an array's values, the sum of their squares).
 
     Two arrays with the same values in another order, or with other values, have other projections;
     values that are rounded differently have nearly the same.
     """
-    numbers = _numbers(_some(np.asarray(array)))
+    numbers = _numbers(_some(np.asarray(array), most))
     return float(numbers @ _WEIGHTS[: len(numbers)]), float(numbers @ numbers)
 
 
-def _some(array: np.ndarray) -> np.ndarray:
-    """[n], all values of an array, or many, evenly spaced."""
-    if array.size <= _COMPARED:
+def _some(array: np.ndarray, most: int = _COMPARED) -> np.ndarray:
+    """[n], all values of an array, or `most`, evenly spaced."""
+    if array.size <= most:
         return np.ravel(array)
-    places = np.linspace(0, array.size - 1, _COMPARED).astype(np.int64)
+    places = np.linspace(0, array.size - 1, most).astype(np.int64)
     return array[np.unravel_index(places, array.shape)]
 
 

@@ -25,6 +25,7 @@ from tfmw.errors import UsageError
 _ALL = 64  # elements of a pass that are all sketched; of later ones each `_SOME`th
 _SOME = 16
 _PASSES = 2  # that are compared
+_VALUES = 1 << 12  # of an array of an element
 
 Marks = dict[int, tuple[float, float]]  # number of elements -> the sketch of all of them
 
@@ -36,7 +37,7 @@ class Journal:
         self.sources = 0
         self._lock = threading.Lock()
         self._passes: dict[tuple[int, int], _Pass] = {}
-        self._numbers: dict[int, list[int]] = {}  # of each source, its iterators in order
+        self._numbers: dict[int, dict[int, int]] = {}  # of each source: iterator -> number
 
     def watch(self, dataset: tf.data.Dataset) -> None:
         """Notes the elements of each `from_generator` of a pipeline."""
@@ -45,12 +46,12 @@ class Journal:
     def note(self, source: int, iterator: int, arrays: Sequence[Any]) -> None:
         """Adds an element, in the thread that has read it."""
         with self._lock:
-            iterators = self._numbers.setdefault(source, [])
-            if iterator not in iterators:
-                iterators.append(iterator)
-                self._passes[source, len(iterators)] = _Pass()
-                self._passes.pop((source, len(iterators) - _PASSES), None)
-            noted = self._passes.get((source, iterators.index(iterator) + 1))
+            numbers = self._numbers.setdefault(source, {})
+            if iterator not in numbers:
+                number = numbers[iterator] = len(numbers) + 1
+                self._passes[source, number] = _Pass()
+                self._passes.pop((source, number - _PASSES), None)
+            noted = self._passes.get((source, numbers[iterator]))
             if noted is not None:
                 noted.add(arrays)
 
@@ -94,7 +95,7 @@ class _Pass:
         if count <= _ALL or count % _SOME == 0:
             factor = 1 + count * 0.618034 % 1  # so that the order of elements counts
             for place, array in enumerate(arrays, start=1):
-                own, squares = sketch(array)
+                own, squares = sketch(array, _VALUES)
                 self._sum += factor * place * own
                 self._squares += (factor * place) ** 2 * squares
         if count < 8 or count & (count - 1) == 0:
