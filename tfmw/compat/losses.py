@@ -396,15 +396,17 @@ def _by_example(
 
 
 def _moments(weight: ReplicaWeight, keras_moments: Any, layer: Any, inputs: Any, mask: Any) -> Any:
-    """The moments of a synchronized BatchNormalization of masked inputs.
+    """The moments of a synchronized BatchNormalization.
 
     With a mask, Keras's layer computes the moments of what it finds in its own replica. Here they
-    are those of the valid entries of the global batch, as in one process.
+    are those of the valid entries of the global batch, as in one process. A replica without
+    examples computes on a copy of one, which has no part in the moments, nor in their gradients.
     """
-    if mask is None or not layer.synchronized:
+    if not layer.synchronized or (mask is None and not weight.uneven):
         return keras_moments(layer, inputs, mask)
-    valid = tf.cast(tf.expand_dims(mask, -1), tf.bool)
-    valid = tf.broadcast_to(valid, tf.shape(inputs))
+    valid = tf.fill(tf.shape(inputs), weight.examples > 0)
+    if mask is not None:
+        valid &= tf.cast(tf.expand_dims(mask, -1), tf.bool)
     of_all = tf.distribute.get_replica_context().all_reduce
     total = tf.distribute.ReduceOp.SUM
 
@@ -413,13 +415,14 @@ def _moments(weight: ReplicaWeight, keras_moments: Any, layer: Any, inputs: Any,
 
     ones = tf.cast(valid, inputs.dtype)
     count, sums = of_all(total, [summed(ones), summed(tf.where(valid, inputs, 0))])
-    count += keras.config.epsilon()
-    mean = sums / count
+    count += 0 if mask is None else keras.config.epsilon()
+    mean = tf.math.divide_no_nan(sums, count)
     shape = [1] * inputs.shape.rank
     shape[layer.axis] = -1
     apart = tf.where(valid, inputs - tf.reshape(mean, shape), 0)
     (squares,) = of_all(total, [summed(tf.square(apart))])
-    return mean, squares / count
+    moments = mean, tf.math.divide_no_nan(squares, count)
+    return tuple(tf.where(weight.examples > 0, m, tf.stop_gradient(m)) for m in moments)
 
 
 def _update_mean(

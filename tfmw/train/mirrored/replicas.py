@@ -122,7 +122,12 @@ def local_index(strategy: tf.distribute.Strategy) -> int:
 
 
 def carrier_of(dtype: tf.DType) -> tf.DType:
-    """The dtype in which values of `dtype` are sent unchanged: collectives support only a few."""
+    """The dtype in which values of `dtype` are sent unchanged: collectives support only a few.
+
+    Complex ones are sent as pairs of their parts.
+    """
+    if dtype.is_complex:
+        dtype = dtype.real_dtype
     if dtype.is_floating:
         return tf.float64 if dtype == tf.float64 else tf.float32
     return tf.int64
@@ -145,10 +150,15 @@ def in_packs(
     for i, value in enumerate(values):
         by_carrier.setdefault(carrier_of(value.dtype), []).append(i)
     for carrier, positions in sorted(by_carrier.items(), key=lambda item: item[0].name):
-        own = [tf.cast(values[i], carrier) for i in positions]
+        own = [_carried(values[i], carrier) for i in positions]
         for i, part in zip(positions, split_as(exchange(flattened(own)), own), strict=True):
-            out[i] = tf.cast(part, values[i].dtype)
+            convert = tf.bitcast if values[i].dtype.is_complex else tf.cast
+            out[i] = convert(part, values[i].dtype)
     return out
+
+
+def _carried(value: tf.Tensor, carrier: tf.DType) -> tf.Tensor:
+    return tf.bitcast(value, carrier) if value.dtype.is_complex else tf.cast(value, carrier)
 
 
 def flattened(values: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -47,7 +47,7 @@ from tfmw.compat.metric_variables import (
     metric_variables,
     recorded_assignments,
 )
-from tfmw.data import Sharding, examples_of, first_rows, map_tensors, step_of
+from tfmw.data import Sharding, examples_of, map_tensors, step_of
 from tfmw.data.whole_batches import WHOLE_BATCHES
 from tfmw.errors import UsageError
 from tfmw.observe.progress import report_alive
@@ -359,8 +359,6 @@ class SyncDriver:
             # With equal initial values, the weighted mean of the replicas' values is the right one.
             self.state.average_on_replica(averages)
         before_step = [(models.native(v), tf.identity(v.value)) for v in averages]
-        if self._has_synchronized_norm:
-            batch = first_rows(batch, weight.examples)  # all that it is given counts
         self._call_step(kind, batch, local, weight)
         for variable, before, changes in kept:
             variable.assign(tf.where(changes, variable.value, before))
