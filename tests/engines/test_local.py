@@ -164,7 +164,7 @@ def test_function_that_uses_tfmw_can_be_pickled():
     assert pickle.loads(cloudpickle.dumps(scope["of_a_notebook"]))() is tfmw
 
 
-def test_unpicklable_arguments_are_refused_with_an_alternative():
+def test_unpicklable_arguments_are_refused_with_an_alternative(monkeypatch):
     model = compiled(keras.Sequential([keras.Input([12]), keras.layers.Dense(2)]))
     dataset = tf.data.Dataset.from_tensor_slices((X, Y))
     python = dataset.map(lambda x, y: (tf.py_function(lambda v: v, [x], tf.float32), y)).batch(32)
@@ -178,6 +178,12 @@ def test_unpicklable_arguments_are_refused_with_an_alternative():
         for on in ("local", "slurm"):  # before an engine is asked for anything
             with pytest.raises(UsageError, match=said):
                 tfmw.fit(model, x, workers=2, on=on)
+    table_of_rows = tf.constant(X)
+    captured = tf.data.Dataset.range(9).map(lambda i: (table_of_rows[i], i)).batch(3)
+    monkeypatch.setattr(on_workers, "_LARGEST_GRAPH", X.nbytes - 1)
+    for x in (dataset.shuffle(9).batch(32), captured):
+        with pytest.raises(UsageError, match=r"arrays of 0.0 GB.*pass the arrays themselves"):
+            tfmw.fit(model, x, workers=2)
     table = compiled(keras.Sequential([keras.layers.StringLookup(vocabulary=["a"])]))
     with pytest.raises(UsageError, match=r"cannot be sent to other processes.*pass callables"):
         pickling.pack(table)

@@ -425,6 +425,37 @@ def orders_of_seeds_that_set_seed_gives(trainer: Any) -> Any:
     return [*out, trainer.fit(model, second).history["loss"]]
 
 
+def pipelines_that_keep_something(trainer: Any) -> Any:
+    """Caches above shuffles and in files, passes of different lengths, copies on a device."""
+    examples = tf.data.Dataset.from_tensor_slices((X, Y))
+    order = examples.shuffle(len(X), seed=3)
+    kept = order.take(12).cache()
+    if where == "workers" and tfmw.init().index:
+        list(kept)  # on one worker
+    lengths = iter([2, 3, 5, 4, 5] * 2)
+
+    def batches() -> Iterator[Any]:
+        for i in range(next(lengths)):
+            yield X[i : i + 3], Y[i : i + 3]
+
+    spec = tuple(tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (X, Y))
+    varying = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    file = str(folder / type(trainer).__name__)
+    copied = examples.batch(3).apply(tf.data.experimental.prefetch_to_device("/CPU:0"))
+    parts = [examples.repeat(), examples.skip(9).repeat()]
+    chosen = tf.data.Dataset.choose_from_datasets(parts, tf.data.Dataset.range(2).repeat(4))
+    model, out = compiled(keras.Input((4,))), []
+    for train, test in (
+        (kept.batch(3), order.skip(12).batch(3).cache()),
+        (varying, examples.batch(3)),
+        (examples.take(12).map(lambda *e: e).batch(3).cache(file).prefetch(2), varying),
+        (copied, chosen.batch(3)),
+    ):
+        history = trainer.fit(model, train, validation_data=test, epochs=3).history
+        out += [history["loss"], history["val_loss"], trainer.evaluate(model, train)]
+    return out
+
+
 def halves_of_one_order(trainer: Any) -> Any:
     """Without a seed, every process has another order; the halves hold each example once."""
     order = examples(seed=None, reshuffle_each_iteration=False)
@@ -952,6 +983,7 @@ SCENARIOS: list[Callable[[Any], Any]] = [
     orders_where_epochs_end_within_passes,
     orders_of_seeds_that_set_seed_gives,
     halves_of_one_order,
+    pipelines_that_keep_something,
     random_numbers_after_a_run,
     orders_drawn_without_a_seed,
     lengths_that_change,

@@ -109,6 +109,7 @@ SCENARIOS = [
     "a_fit_of_several_trainings",
     "a_fit_that_calls_tfmw",
     "predictions_without_one_shape",
+    "pipelines_that_keep_something",
 ]
 ON_DEVICES = [
     "replicas_keep_seeds_of_their_own",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -30,10 +31,12 @@ def iterator(
     sharding: data.Sharding,
     position: Position | None = None,
     split: bool = True,
+    group: Group | None = None,
 ) -> EpochIterator:
     source = data.Source(dataset, split=split)
     as_json = None if position is None else dataclasses.asdict(position)
-    found = EpochIterator(source, Group(0, 1), sharding, None, "steps_per_epoch", as_json)
+    group = group or Group(0, 1)
+    found = EpochIterator(source, group, sharding, None, "steps_per_epoch", as_json)
     if position is not None:
         found.restore_position()
     return found
@@ -43,7 +46,11 @@ def read(epoch: EpochIterator, steps: int = 1000) -> list[list[int]]:
     """The examples of each step, until the end of the epoch or for some steps."""
     found: list[list[int]] = []
     while len(found) < steps and (call := epoch.next_call(1)) is not None:
-        parts, counts, _ = data.step_of(next(call.iterator), epoch._sharding)
+        element = next(call.iterator, None)
+        if element is None:  # of unknown length
+            epoch.advance(0, 1)
+            break
+        parts, counts, _ = data.step_of(element, epoch._sharding)
         found.append([int(i) for part, n in zip(parts, counts, strict=True) for i in part[:n]])
         epoch.advance(1, 1)
     return found
@@ -143,3 +150,209 @@ def test_data_that_ends_before_the_position_of_a_backup_is_refused(kind: str, le
     with pytest.raises(UsageError, match=f"after 5 steps of a pass .* has {length // 2} steps"):
         begun(length, position).restore_position()
     begun(12, position).restore_position()
+
+
+LENGTHS = [5, 6, 5, 6, 8, 4, 6, 9, 7, 8]
+
+
+def varying() -> tf.data.Dataset:
+    """Passes of different numbers of batches, which nobody knows before."""
+    lengths = iter(LENGTHS)
+
+    def batches() -> Iterator[np.ndarray]:
+        for _ in range(next(lengths)):
+            yield np.ones([2, 1], np.float32)
+
+    return tf.data.Dataset.from_generator(batches, output_signature=tf.TensorSpec([None, 1]))
+
+
+class Counts(keras.Model):
+    """Counts its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = self.add_weight(initializer="zeros", trainable=False)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        # Of the data: at their end Keras runs once more all that does not depend on them.
+        self.steps.assign_add(tf.reduce_mean(data))
+        return {"loss": self.steps.value}
+
+
+def steps_of_keras(steps: int | None, per_execution: int, epochs: int) -> list[int]:
+    """How many steps of each epoch Keras's `fit` makes."""
+    model = Counts()
+    model.compile(steps_per_execution=per_execution)
+    done = [0]
+    count = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: done.append(int(model.steps.numpy()))
+    )
+    options: Any = {"shuffle": False, "callbacks": [count], "verbose": 0}
+    model.fit(varying(), epochs=epochs, steps_per_epoch=steps, **options)
+    return [int(steps) for steps in np.diff(done)]
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("options", cases([(None, 1), (3, 1)], [(None, 2), (None, 4), (7, 1)]))
+def test_epochs_of_unknown_length_have_the_steps_of_keras(options: tuple[Any, int]) -> None:
+    (steps, per_execution), epochs = options, 7
+    expected = steps_of_keras(steps, per_execution, epochs)
+    source = data.Source(varying())
+    epoch = EpochIterator(
+        *(source, Group(0, 1), data.Sharding(), steps, "steps"), steps_per_execution=per_execution
+    )
+    found, positions = [], []
+    for number in range(epochs):
+        epoch.begin_epoch()
+        found.append(0)
+        while (call := epoch.next_call(per_execution)) is not None:
+            taken = [0 for _, _ in zip(range(call.max_steps), call.iterator, strict=False)]
+            epoch.advance(len(taken), call.max_steps)
+            found[number] += len(taken)
+        epoch.end_epoch()
+        positions.append(epoch.position(in_epoch=False))
+    assert found == expected
+    again = EpochIterator(
+        source, Group(0, 1), data.Sharding(), steps, "steps", dataclasses.asdict(positions[0])
+    )
+    again.restore_position()
+    assert again.position(in_epoch=False) == positions[0], "a resumed run has the same limit"
+    epoch.reset()
+    assert epoch.steps_per_epoch == steps, "the next evaluation has none"
+
+
+def halves(whole: tf.data.Dataset | None = None) -> tuple[tf.data.Dataset, tf.data.Dataset]:
+    """One order divided in two, and each cached."""
+    whole = shuffled() if whole is None else whole
+    return whole.take(14).batch(4).cache(), whole.skip(14).cache().batch(4)
+
+
+def joined() -> tuple[tf.data.Dataset, tf.data.Dataset]:
+    """A cache between two shuffles; a transformation of TensorFlow 1."""
+    examples = tf.data.Dataset.range(EXAMPLES)
+    both = tf.data.experimental.shuffle_and_repeat(EXAMPLES, count=2, seed=3)
+    return shuffled().cache().shuffle(8, seed=2).batch(4), examples.apply(both).batch(4)
+
+
+def passes(dataset: tf.data.Dataset, sharding: data.Sharding, epochs: int) -> list[list[list[int]]]:
+    """The examples of each step of some epochs of one call."""
+    epoch, found = iterator(dataset, sharding), []
+    epoch.reset()
+    for _ in range(epochs):
+        epoch.begin_epoch()
+        found.append([sorted(step) for step in read(epoch)])
+        epoch.end_epoch()
+    epoch.leave()
+    return found
+
+
+def passes_of_keras(dataset: tf.data.Dataset, epochs: int) -> list[list[list[int]]]:
+    found = []
+    for _ in range(epochs):
+        found.append([sorted(map(int, batch)) for batch in dataset])
+        iter(dataset)  # as Keras at the end of an epoch
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*shuffle_and_repeat")
+@pytest.mark.parametrize("make", [halves, joined])
+@pytest.mark.parametrize("replicas", cases([2], [1]))
+def test_a_cache_keeps_the_order_that_filled_it(make: Any, replicas: int) -> None:
+    """Over calls that read one shuffle in turns."""
+    (train, other), (train_of_keras, other_of_keras) = make(), make()
+    sharding = data.Sharding(local_replicas=replicas)
+    for _ in range(2):
+        assert passes(train, sharding, 2) == passes_of_keras(train_of_keras, 2)
+        assert passes(other, sharding, 1) == passes_of_keras(other_of_keras, 1)
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0, 2), (1, 0), (1, 2)])
+def test_a_resumed_run_fills_a_cache_as_before(epochs: int, steps: int) -> None:
+    """An earlier pass over the shuffle comes before the one that fills it."""
+    whole = shuffled()
+    next(iter(whole))
+    (train, test), later = halves(whole), halves()
+    epoch = iterator(train, data.Sharding())
+    for number in range(epochs + 1):
+        if number < epochs or steps:
+            epoch.begin_epoch()
+            read(epoch, steps if number == epochs else EXAMPLES)
+        if number < epochs:
+            epoch.end_epoch()
+    rest = iterator(later[0], data.Sharding(), epoch.position(in_epoch=bool(steps)))
+    for each in (rest,) if steps else (epoch, rest):
+        each.begin_epoch()
+    for _ in range(2):
+        expected = read(epoch)
+        assert expected
+        assert read(rest) == expected
+        for each in (epoch, rest):
+            each.end_epoch()
+            each.begin_epoch()
+    assert passes(later[1], data.Sharding(), 1) == passes(test, data.Sharding(), 1)
+
+
+class Alike(Group):
+    """A task whose group has its values."""
+
+    def from_chief(self, decide: Any) -> Any:
+        return decide()
+
+    def from_all(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+def of_workers(make: Any, epochs: int) -> list[list[list[int]]]:
+    """As `passes`, of two workers."""
+    workers = [iterator(make(), data.Sharding(2, rank), group=Alike(rank, 2)) for rank in range(2)]
+    found = []
+    for _ in range(epochs):
+        for worker in workers:
+            worker.begin_epoch()
+        found.append([sorted(a + b) for a, b in zip(*map(read, workers), strict=True)])
+        for worker in workers:
+            worker.end_epoch()
+    return found
+
+
+def test_each_worker_writes_its_own_file_of_a_cache(tmp_path: Path) -> None:
+    """Also after it was killed; a complete file of another run is read."""
+    file = tmp_path / "all [users] 100%"
+
+    def cached(name: str = str(file)) -> tf.data.Dataset:
+        mapped = tf.data.Dataset.range(EXAMPLES).map(lambda i: i)
+        return mapped.shuffle(9, seed=2).cache(name).shuffle(8, seed=1).batch(4)
+
+    (tmp_path / f"{file.name}.worker-1-of-2_0.lockfile").write_text("of a killed process")
+    expected = passes(cached(""), data.Sharding(), 2)
+    assert of_workers(cached, 2) == expected
+    indices = [f"{file.name}.worker-{rank}-of-2.index" for rank in range(2)]
+    assert sorted(path.name for path in tmp_path.iterdir() if "data" not in path.name) == indices
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert passes(cached(), data.Sharding(), 2) == expected
+    written = sorted(tmp_path.iterdir())
+    assert of_workers(cached, 2) == expected
+    assert sorted(tmp_path.iterdir()) == written
+
+
+def test_a_pipeline_ends_with_its_choices_between_infinite_ones() -> None:
+    def chosen(choices: tf.data.Dataset) -> tf.data.Dataset:
+        parts = [tf.data.Dataset.range(first, first + 3).repeat() for first in (0, 10)]
+        return tf.data.Dataset.choose_from_datasets(parts, choices)
+
+    choices = tf.data.Dataset.range(2)
+    few = chosen(choices.repeat(4)).batch(4)
+    expected = [[0, 1, 10, 11], [0, 2, 10, 12]]
+    for pipeline in (few, few.repeat(1).prefetch(2)):
+        assert passes(pipeline, data.Sharding(local_replicas=2), 2) == [expected, expected]
+    for pipeline in (chosen(choices.repeat()).batch(4), few.repeat()):
+        with pytest.raises(UsageError, match="the dataset is infinite"):
+            iterator(pipeline, data.Sharding())
+
+
+def test_copies_on_a_device_are_left_to_the_step() -> None:
+    to_device = tf.data.experimental.prefetch_to_device("/CPU:0")
+    copied, plain = (shuffled().batch(4) for _ in range(2))
+    found = passes(copied.apply(to_device), data.Sharding(local_replicas=2), 2)
+    assert found == passes(plain, data.Sharding(local_replicas=2), 2)

@@ -18,12 +18,17 @@ from keras.src.trainers.data_adapters import (
     get_data_adapter,
 )
 from keras.src.trainers.data_adapters import tf_dataset_adapter as _tf_dataset_adapter
-from tensorflow.python.data.experimental.ops import iterator_model_ops
+from tensorflow.python.data.experimental.ops import (
+    iterator_model_ops,
+    prefetching_ops,
+    shuffle_ops,
+)
 from tensorflow.python.data.ops import (
     batch_op,
     cache_op,
     concatenate_op,
     dataset_ops,
+    directed_interleave_op,
     from_tensor_slices_op,
     from_tensors_op,
     map_op,
@@ -112,6 +117,8 @@ ShardNode = (shard_op._ShardDataset,)
 
 OptionsNode = (dataset_ops._OptionsDataset,)
 
+Cache = (cache_op.CacheDataset,)
+
 Same = (*Prefetch, *OptionsNode)
 """Nodes with the elements of their input, in the same order."""
 
@@ -125,7 +132,39 @@ def dataset_input(node: tf.data.Dataset) -> tf.data.Dataset | None:
 def dataset_inputs(node: tf.data.Dataset) -> list[tf.data.Dataset]:
     """The datasets that `node` transforms."""
     # A `TextLineDataset` reads names of files from a dataset, and does not list it.
-    return list(getattr(node, "_impl", node)._inputs())
+    return [in_parts(each) for each in getattr(node, "_impl", node)._inputs()]
+
+
+def without_devices(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The elements on the CPU, of a pipeline that ends in copying them to another device."""
+    node = dataset
+    while isinstance(node, Same):
+        (node,) = dataset_inputs(node)
+    copies = isinstance(node, prefetching_ops._CopyToDeviceDataset)
+    return without_devices(node._input_dataset) if copies else dataset
+
+
+def in_parts(node: tf.data.Dataset) -> tf.data.Dataset:
+    """The `shuffle` and `repeat` that a `shuffle_and_repeat` joins; other nodes as they are.
+
+    Nothing outside of its iterators has the place of a `shuffle_and_repeat` in its orders.
+    """
+    if not isinstance(node, shuffle_ops._ShuffleAndRepeatDataset):
+        return node
+    if not hasattr(node, "_tfmw_parts"):
+        shuffle = shuffled(
+            *(node._input_dataset, node._buffer_size, (node._seed, node._seed2)),
+            reshuffle_each_iteration=True,
+        )
+        node._tfmw_parts = shuffle.repeat(node._count)
+    parts: tf.data.Dataset = node._tfmw_parts
+    return parts
+
+
+def chosen_by(node: tf.data.Dataset) -> tf.data.Dataset | None:
+    """The choices of a `choose_from_datasets` or `sample_from_datasets`; None of other nodes."""
+    known = isinstance(node, directed_interleave_op._DirectedInterleaveDataset)
+    return node._selector_input if known else None
 
 
 def every_node(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
@@ -160,7 +199,7 @@ def repeated_tensors(node: tf.data.Dataset) -> list[tf.Tensor] | None:
 
 def is_memory_cache(node: tf.data.Dataset) -> bool:
     """Whether `node` caches elements in memory, and not in a file."""
-    return type(node) is cache_op.CacheDataset and tf.get_static_value(node._filename) == b""
+    return isinstance(node, Cache) and tf.get_static_value(node._filename) == b""
 
 
 def batch_arguments(node: tf.data.Dataset) -> tuple[int, bool]:
@@ -448,6 +487,8 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (cache_op, "CacheDataset"),
     (from_tensor_slices_op, "_TensorSliceDataset"),
     (from_tensors_op, "_TensorDataset"),
+    (prefetching_ops, "_CopyToDeviceDataset"),
+    (shuffle_ops, "_ShuffleAndRepeatDataset"),
     (gen_dataset_ops, "dummy_seed_generator"),
     (dataset_ops.DatasetV2, "_inputs"),
     (dataset_ops.DatasetV2, "_functions"),

@@ -115,10 +115,11 @@ def is_tunable(dataset: tf.data.Dataset) -> bool:
 
 
 def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
-    """Whether a part of a pipeline might shuffle or reorder, so that its graph must be read."""
+    """Whether a pipeline's graph must be read: it may shuffle, reorder, or write a file."""
     for node in datasets.every_node(dataset):
         unordered = getattr(node, "_deterministic", None) == "false"  # a parallel map or batch
-        if isinstance(node, datasets.Shuffle) or unordered or not is_plain(node):
+        in_file = isinstance(node, datasets.Cache) and not datasets.is_memory_cache(node)
+        if isinstance(node, datasets.Shuffle) or unordered or in_file or not is_plain(node):
             return True
         reader = file_reader(node)
         if reader is not None and not reader.has_one_order:
@@ -138,6 +139,7 @@ def may_begin_again(dataset: tf.data.Dataset) -> bool:
         again |= isinstance(node, datasets.Repeat) or not plain or "Concat" in type(node).__name__
         if again and isinstance(node, datasets.Shuffle):
             return True
+        again &= not isinstance(node, datasets.Cache)  # which reads its input once
         inputs = datasets.dataset_inputs(node)
         if not inputs and not plain:
             return True  # only its graph shows what is in it
@@ -170,6 +172,16 @@ def may_be_read_twice(dataset: tf.data.Dataset) -> bool:
     changing = ("PyFunc", "Shuffle", "Random", "Assign", "Generator", "Cache", "Multinomial")
     bodies = (body for bodies, _ in datasets.dataset_functions(dataset) for body in bodies)
     return not any(part in op.op for body in bodies for op in body for part in changing)
+
+
+def bytes_of_arrays(dataset: tf.data.Dataset) -> int:
+    """The bytes of the arrays of a pipeline, which its graph contains."""
+    tensors = [tensor for _, _, tensor in datasets.dataset_constants(dataset)]
+    for node in datasets.every_node(dataset):
+        for wrapper in node._functions():
+            tensors += wrapper.function.captured_inputs
+    known = (t for t in tensors if hasattr(t, "numpy") and t.dtype not in (tf.variant, tf.resource))
+    return sum(t.shape.num_elements() * t.dtype.size for t in known)
 
 
 # ---------------------------------------------------------------- files of records

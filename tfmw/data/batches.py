@@ -35,8 +35,20 @@ def steps_in(dataset: tf.data.Dataset) -> int | None:
     """The number of elements; INFINITE; None if unknown."""
     cardinality = int(dataset.cardinality())
     if cardinality == tf.data.INFINITE_CARDINALITY or cardinality > ENDLESS:
-        return INFINITE
+        return None if _ends_with_choices(dataset) else INFINITE
     return None if cardinality < 0 else cardinality
+
+
+def _ends_with_choices(dataset: tf.data.Dataset) -> bool:
+    """Whether a pipeline that tf.data calls infinite ends with its choices between datasets."""
+    node: tf.data.Dataset | None = dataset
+    while node is not None:
+        if isinstance(node, datasets.Repeat) and datasets.count_of(node) < 0:
+            return False
+        if (choices := datasets.chosen_by(node)) is not None:
+            return steps_in(choices) != INFINITE
+        node = datasets.dataset_input(node)
+    return False
 
 
 ENDLESS = 1 << 48  # sources that repeat for ever have a length of 2**63, or a batch of it

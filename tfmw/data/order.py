@@ -8,21 +8,26 @@ Otherwise its graph is edited.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfmw.compat import datasets, rebuilding
+from tfmw.compat.graph import inputs_first
 from tfmw.compat.rebuilding import file_reader
 from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.data.batches import input_of
+from tfmw.data.cache_files import own_file
 from tfmw.data.reshuffles import (
     SEED_INPUTS,
+    Reshuffled,
     Reshuffles,
     constant_of,
     generators_in,
     name_of,
     renew,
+    seeds_below,
     seeds_of,
     share,
     shuffle_of,
@@ -53,7 +58,7 @@ def ordered(dataset: tf.data.Dataset, order: Order) -> tuple[tf.data.Dataset, Re
             break
         chain.append(node)
         node = below
-    pairs: list[tuple[tf.data.Dataset, tf.data.Dataset]] = []
+    pairs: list[Reshuffled] = []
     # Only the graph shows the rest; in-memory arrays are kept out of that graph if possible.
     if rebuilding.may_shuffle_inside(node):
         node, pairs = _ordered_by_graph(node, order)
@@ -63,7 +68,7 @@ def ordered(dataset: tf.data.Dataset, order: Order) -> tuple[tf.data.Dataset, Re
         if isinstance(transformation, datasets.Shuffle):
             node = rebuilding.rebuilt(transformation, node, next(seeds))
             if datasets.reshuffles(transformation):
-                pairs.append((datasets.original(transformation), node))
+                pairs.append((datasets.original(transformation), node, ""))
         elif (reader := file_reader(transformation)) is not None:
             node = reader.rebuilt(node, reader.cycle_length or order.cycle_length(reader.calls))
         else:
@@ -76,7 +81,7 @@ def ordered(dataset: tf.data.Dataset, order: Order) -> tuple[tf.data.Dataset, Re
 def reshuffles_of(dataset: tf.data.Dataset) -> Reshuffles:
     """The reshuffling shuffles of a dataset that is read as it is."""
     shuffles = (n for n in datasets.every_node(dataset) if isinstance(n, datasets.Shuffle))
-    return Reshuffles([(node, node) for node in shuffles if datasets.reshuffles(node)])
+    return Reshuffles([(node, node, "") for node in shuffles if datasets.reshuffles(node)])
 
 
 def _seeds(shuffle: tf.data.Dataset) -> list[int] | None:
@@ -107,10 +112,10 @@ def _agreed(local: list[list[int] | None], order: Order) -> list[list[int] | Non
 
 def _ordered_by_graph(
     dataset: tf.data.Dataset, order: Order
-) -> tuple[tf.data.Dataset, list[tuple[tf.data.Dataset, tf.data.Dataset]]]:
+) -> tuple[tf.data.Dataset, list[Reshuffled]]:
     """`ordered` for pipelines that shuffle inside of functions: interleaved, zipped, sampled."""
     graph = datasets.dataset_graph(dataset)
-    changed = False
+    changed = order.group.size > 1 and _use_own_caches(graph, dataset, order)
     # (seeds, nodes of the graph or function, suffix of a constant's name, node)
     shuffles: list[tuple[list[int], Any, str, Any]] = []
     own = {node.name: (handle, again) for node, handle, again in generators_in(graph.node)}
@@ -136,7 +141,7 @@ def _ordered_by_graph(
         if chosen is not None and chosen != local:
             for slot, value in zip(SEED_INPUTS[node.op], chosen, strict=True):
                 _set_constant(nodes, suffix, node, slot, value)
-    pairs = _own_generators(own, chosen_of)
+    pairs = _own_generators(own, chosen_of, _caches_above(graph.node))
     if not changed and not shuffles and not own:
         return dataset, []
     out = datasets.dataset_from_graph(graph, dataset.element_spec)
@@ -144,15 +149,16 @@ def _ordered_by_graph(
 
 
 def _own_generators(
-    own: dict[str, tuple[Any, bool]], seeds: dict[str, list[int]]
-) -> list[tuple[tf.data.Dataset, tf.data.Dataset]]:
+    own: dict[str, tuple[Any, bool]], seeds: dict[str, list[int]], caches: dict[str, str]
+) -> list[Reshuffled]:
     """Gives each shuffle of a graph another generator; returns (user's, new) shuffles with them.
 
     Args:
         own: by the name of a node, its generator and whether it reshuffles.
         seeds: by the name of a node.
+        caches: by the name of a node, the cache above it.
     """
-    pairs: dict[str, tuple[tf.data.Dataset, tf.data.Dataset]] = {}
+    pairs: dict[str, Reshuffled] = {}
     for name, (handle, again) in own.items():
         if handle.op != "Const":
             continue
@@ -161,9 +167,62 @@ def _own_generators(
             continue
         generator = name_of(handle)
         if generator not in pairs:
-            pairs[generator] = shuffle_of(handle), datasets.small_shuffle(seeds[name])
+            cache = f"{caches[name]} of {generator}" if name in caches else ""
+            small = datasets.small_shuffle(seeds_below(cache, seeds[name]))
+            pairs[generator] = shuffle_of(handle), small, cache
         share(handle, pairs[generator][1])
     return list(pairs.values())
+
+
+def _caches_above(nodes: Any) -> dict[str, str]:
+    """By the name of a node of a graph, a name for the lowest cache above it."""
+    by_name = {node.name: node for node in nodes}
+
+    def inputs(name: str) -> list[str]:
+        return [i.lstrip("^").split(":")[0] for i in by_name[name].input]
+
+    found: dict[str, str] = {}
+    for node, memory in _caches(nodes):  # inputs are first in it
+        source, file, _ = inputs(node.name)
+        names = by_name[file].attr["value"].tensor.string_val
+        cache = (names and names[0].decode()) or name_of(memory)
+        below = set(inputs_first([source], inputs)) - found.keys()
+        found |= dict.fromkeys(below, cache)
+    return found
+
+
+def _caches(nodes: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields (node, Const with the handle of its memory) for the caches of a graph."""
+    by_name = {node.name: node for node in nodes}
+    for node in nodes:
+        if node.op == "CacheDatasetV2" and by_name[node.input[2].split(":")[0]].op == "Const":
+            yield node, by_name[node.input[2].split(":")[0]]
+
+
+def _use_own_caches(graph: Any, dataset: tf.data.Dataset, order: Order) -> bool:
+    """Gives caches files of their own, and memory, as long as the user's dataset lives.
+
+    A loop of the user's may have filled the user's on some workers only, or in several orders.
+    Returns whether there are caches.
+    """
+    memories = {}
+    for node in datasets.every_node(dataset):
+        if datasets.is_memory_cache(node):
+            if not hasattr(node, "_tfmw_cache"):
+                *_, (_, theirs) = _caches(datasets.dataset_graph(node).node)
+                node._tfmw_cache = name_of(theirs), tf.data.Dataset.range(1).cache()
+            name, own = node._tfmw_cache
+            ((_, memories[name]),) = _caches(datasets.dataset_graph(own).node)
+    by_name = {node.name: node for node in graph.node}
+    found = list(_caches(graph.node))
+    for node, memory in found:
+        if name_of(memory) in memories:
+            memory.attr["value"].CopyFrom(memories[name_of(memory)].attr["value"])
+        file = by_name[node.input[1].split(":")[0]].attr["value"].tensor
+        file.string_val[:] = [
+            name and own_file(name.decode(), order.group).encode() for name in file.string_val
+        ]
+    return bool(found)
 
 
 # Positions of the cycle length and of the number of parallel calls in the inputs of an op, from

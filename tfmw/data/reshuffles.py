@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfmw.compat import datasets
+from tfmw.compat import datasets, rebuilding
 from tfmw.compat.graph import inputs_first
 from tfmw.compat.shuffles import ShuffleSeeds
 
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 class _Pair:
     """The seeds of a user's shuffle, and of the shard's; one object if the shard reads that."""
 
-    def __init__(self, user: tf.data.Dataset, shard: tf.data.Dataset):
+    def __init__(self, user: tf.data.Dataset, shard: tf.data.Dataset, cache: str):
         self.dataset = shard
+        self.cache = cache
         self.user = ShuffleSeeds(small_of(user))
         self.shard = self.user if user is shard else ShuffleSeeds(small_of(shard))
         self.seen = self.shard.passes  # those that the user's dataset has, too
+        self.start = 0  # passes of the user's dataset before this one
         self.in_pass = 0  # how many of them this pass has begun
         self.unread = (0, 0)  # before the first element of this pass, after the last
 
@@ -45,8 +47,8 @@ class Reshuffles:
     """The reshuffling shuffles of a shard, beside those of the user's dataset.
 
     Args:
-        pairs: (user's, shard's) datasets that end in a shuffle; the same one twice if the shard
-            reads the user's dataset itself.
+        pairs: (user's, shard's) datasets that end in a shuffle, the same one twice if the shard
+            reads the user's dataset itself; and the name of a cache that keeps its order, or "".
 
     Attributes:
         ahead: whether reading ahead may begin further passes over them.
@@ -55,7 +57,7 @@ class Reshuffles:
         starts: passes before the first element that is read; see `seek`.
     """
 
-    def __init__(self, pairs: Iterable[tuple[tf.data.Dataset, tf.data.Dataset]] = ()):
+    def __init__(self, pairs: Iterable[Reshuffled] = ()):
         self._datasets = list(pairs)
         self.ahead = False
         self.begun_after: Callable[[int], int] | None = None
@@ -68,7 +70,7 @@ class Reshuffles:
     @functools.cached_property
     def _pairs(self) -> list[_Pair]:
         """Opened when they are needed first: it takes some milliseconds."""
-        return [_Pair(user, shard) for user, shard in self._datasets]
+        return [_Pair(*pair) for pair in self._datasets]
 
     @property
     def passes(self) -> list[int]:
@@ -81,6 +83,18 @@ class Reshuffles:
         for pair, number in zip(self._pairs, passes, strict=False):
             pair.user.passes = number
 
+    @property
+    def kept(self) -> dict[str, int]:
+        """By the number of a shuffle below a cache, the passes before the one that fills it."""
+        pairs = enumerate(self._pairs)
+        return {str(i): _kept[pair.cache] for i, pair in pairs if pair.cache in _kept}
+
+    @kept.setter
+    def kept(self, kept: Mapping[str, int]) -> None:
+        for i, pair in enumerate(self._pairs):
+            if pair.cache and str(i) in kept:
+                _kept[pair.cache] = kept[str(i)]
+
     def begin(self, passes: Sequence[int], now: Sequence[int] | None = None) -> None:
         """Sets all shuffles to the place from which the next pass goes on.
 
@@ -90,6 +104,7 @@ class Reshuffles:
         if now != passes:
             self.passes = passes
         for pair, number in zip(self._pairs, passes, strict=False):
+            pair.start = number = _kept.get(pair.cache, number)
             unread = any(pair.unread)
             if pair.seen != number or unread:
                 own = pair.shard is not pair.user
@@ -107,7 +122,7 @@ class Reshuffles:
 
     def note_iterator(self) -> None:
         """Gives the user's dataset the passes that a new iterator over the shard has begun."""
-        if self.starts:
+        if self.starts or self.cached:
             self.note()
         elif self._by_iterator is None:
             self.note()
@@ -116,6 +131,11 @@ class Reshuffles:
             for pair, begun in zip(self._pairs, self._by_iterator, strict=True):
                 pair.seen += begun
                 pair.count(begun)
+
+    @property
+    def cached(self) -> bool:
+        """Whether some shuffle begins passes only until a cache above it is full."""
+        return any(cache for *_, cache in self._datasets)
 
     @property
     def _begun_at_once(self) -> bool:
@@ -145,6 +165,9 @@ class Reshuffles:
             now = pair.shard.passes - (0 if ended else before)
             begun = now - pair.seen + (after if ended else 0)
             pair.seen = now
+            if pair.cache and begun:
+                begun = 0 if pair.cache in _kept else begun
+                _kept.setdefault(pair.cache, pair.start)
             pair.count(begun)
 
     def left_after(self, steps: int) -> list[int]:
@@ -155,7 +178,7 @@ class Reshuffles:
         found = []
         for pair in self._pairs:
             begun = pair.in_pass
-            if not self.ahead:
+            if not self.ahead or pair.cache:
                 begun += pair.shard.passes - pair.seen
             elif self.begun_after is not None:
                 begun = self.begun_after(steps)
@@ -163,6 +186,20 @@ class Reshuffles:
                 begun = steps + 1  # no order comes twice
             found.append(pair.user.passes + begun - pair.in_pass)
         return found
+
+
+Reshuffled = tuple[tf.data.Dataset, tf.data.Dataset, str]
+"""See `Reshuffles`."""
+
+# Reading ahead may fill a cache on some workers before a pass is left. So that all have the same
+# elements, a cache that is filled again gets the order that it had first.
+_kept: dict[str, int] = {}
+_seeds: dict[str, list[int]] = {}
+
+
+def seeds_below(cache: str, seeds: list[int]) -> list[int]:
+    """The first `seeds` of a shuffle below a cache, in all calls."""
+    return _seeds.setdefault(cache, seeds) if cache else seeds
 
 
 # ---------------------------------------------------------------- in graphs
@@ -251,19 +288,13 @@ def small_of(shuffle: tf.data.Dataset) -> tf.data.Dataset:
     if small is not None:
         return small
     if shuffle not in _SMALL:
-        if _bytes_of_arrays(shuffle) > _LARGEST:
+        if rebuilding.bytes_of_arrays(shuffle) > _LARGEST:
             return shuffle
         graph = datasets.dataset_graph(shuffle)
         # Inputs are first in it, the shuffle itself is last.
         found = [handle for _, handle, _ in generators_in(graph.node)]
         _SMALL[shuffle] = shuffle_of(found[-1])
     return _SMALL[shuffle]
-
-
-def _bytes_of_arrays(dataset: tf.data.Dataset) -> int:
-    nodes = datasets.every_node(dataset)
-    tensors = (tensor for node in nodes for tensor in datasets.sliced_tensors(node) or [])
-    return sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors)
 
 
 def seeds_of(node: Any, by_name: Mapping[str, Any]) -> list[int] | None:

@@ -92,7 +92,7 @@ def shard_dataset(
         UsageError: the dataset is not batched, or workers have different datasets.
     """
     refuse_own_elements(dataset, sharding)
-    dataset = without_optionals(dataset)
+    dataset = without_optionals(datasets.in_parts(dataset))
     alone = sharding.replicas == 1
     whole = Batched.of(dataset) if split or alone else None
     shard: Shard | None = None

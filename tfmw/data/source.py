@@ -69,6 +69,8 @@ class Source:
                     stacklevel=2,
                 )
                 object.__setattr__(self, "batch_size", None)
+        if datasets.is_dataset(self.x):
+            object.__setattr__(self, "x", datasets.without_devices(self.x))
         if is_grain(self.x) and (batches := by_index(self.x)) is not None:
             object.__setattr__(self, "x", batches)
 

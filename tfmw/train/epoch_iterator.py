@@ -46,7 +46,7 @@ class Position:
     in_pass: int | None  # steps done in the current pass; None between two passes
     done: int  # steps done in the current epoch
     begun: bool  # whether an epoch has started and not ended
-    steps: int | None  # of an epoch; None while unknown
+    steps: int | None  # of an epoch, or the most of one; None while unknown
     # For each reshuffling shuffle, its passes before the current one; None: each pass of a call.
     orders: list[int] | None = None
     orders_now: list[int] | None = None  # at this position: other calls and validations count, too
@@ -54,6 +54,8 @@ class Position:
     batches_per_step: int = 1  # the number of replicas, if batches are not split
     drawn_from: Any = None  # the state of the source in a pass; see `EpochHooks.state_at`
     cycle_lengths: dict[str, int] | None = None  # see `data.Order`
+    pass_steps: int | None = None  # see `EpochIterator._pass_steps`
+    kept: dict[str, int] | None = None  # see `data.Reshuffles`
 
 
 class EpochIterator:
@@ -67,6 +69,7 @@ class EpochIterator:
         argument: the name of the user's argument for `steps`.
         position: a `Position` of an interrupted run, as JSON; see `restore_position`.
         index_dir: keeps the indices of files of records, with which a run resumes at once.
+        steps_per_execution: of the model.
 
     Raises:
         UsageError: an empty dataset, an infinite one without `steps`, or data that differs between
@@ -82,7 +85,9 @@ class EpochIterator:
         argument: str,
         position: dict[str, Any] | None = None,
         index_dir: str | None = None,
+        steps_per_execution: int = 1,
     ):
+        self._steps_per_execution = steps_per_execution
         self._source = source
         self._group = group
         self._sharding = sharding
@@ -97,7 +102,7 @@ class EpochIterator:
         self._passes = 0
         self.iterator: Any = None  # of the current pass; None between two passes
         self._steps_in_pass = 0
-        self._pass_end: Any = None  # steps of the current pass; as `Shard.steps`
+        self._pass_end: Any = None  # the most steps of the current pass; as `Shard.steps`
         self._orders: list[int] = []  # before the current pass, which has these shuffles:
         self._reshuffles: Any = ()
         self._ended = False
@@ -107,14 +112,14 @@ class EpochIterator:
         if group.size > 1:
             source.refuse_different(group.from_all)
         self.shard = source.shard(sharding, self._order)
-        known = self.shard.steps != data.INFINITE
-        if steps is None and not known:
+        if steps is None and self.shard.steps == data.INFINITE:
             raise UsageError(
                 f"the dataset is infinite and {argument} was not given: pass {argument}=..., or "
                 "end the dataset with take()."
             )
-        self._pass_steps: int | None = self.shard.steps if known else None
-        self.steps_per_epoch = self._pass_steps if steps is None else steps  # None while unknown
+        # The most steps of a pass; None while unknown, and for infinite data.
+        self._pass_steps: int | None = None
+        self._limit_passes()
 
     # ------------------------------------------------------------ steps
 
@@ -125,16 +130,26 @@ class EpochIterator:
 
     @property
     def _total(self) -> int | None:
-        """The number of steps of this epoch, if known."""
+        """The most steps of this epoch, if known."""
         return self._steps_of_resumed or self.steps_per_epoch
+
+    def _limit_passes(self, steps: int | None = None) -> None:
+        """Sets the most steps of a pass.
+
+        Args:
+            steps: for data of unknown length.
+        """
+        known = self.shard.steps
+        self._pass_steps = steps if known is None else None if known == data.INFINITE else known
+        requested = self._requested_steps
+        self.steps_per_epoch = self._pass_steps if requested is None else requested
 
     def reset(self) -> None:
         """Begins a call of `fit` or an evaluation."""
         length = self.shard.hooks.length()
-        if length is not None and length != self._pass_steps:
-            self.shard.steps = self._pass_steps = -(-length // self._batches_per_step)
-            if self._requested_steps is None:
-                self.steps_per_epoch = self._pass_steps
+        if length is not None:
+            self.shard.steps = -(-length // self._batches_per_step)
+        self._limit_passes()
         self.shard.hooks.reset()
 
     def begin_epoch(self) -> None:
@@ -155,7 +170,7 @@ class EpochIterator:
         if self._total is not None:
             max_steps = min(max_steps, self._total - self.steps_done)
         sizes = self.shard.full
-        if max_steps > 0 and self.shard.steps not in (None, data.INFINITE):
+        if max_steps > 0 and self._pass_end not in (None, data.INFINITE):
             left = self._pass_end - self._steps_in_pass
             if left <= 0:
                 self._run_out()
@@ -182,10 +197,16 @@ class EpochIterator:
         if steps == max_steps:
             return
         self._ended = True
-        if self._requested_steps is not None or self.shard.steps is not None:
-            self._run_out()
-        elif self.steps_done == 0:
+        if self._passes == 1 and not self._steps_in_pass and self.shard.steps is None:
             raise data.empty_dataset()
+        if self._pass_steps is None and self.shard.steps is None:
+            # As in Keras: no later pass has more steps than the first one, and the call that found
+            # its end.
+            per_call = self._steps_per_execution
+            self._limit_passes((-(-self._steps_in_pass // per_call) + 1) * per_call)
+        known = self.shard.steps is not None
+        if self._requested_steps is not None or known or not self.steps_done:
+            self._run_out()
 
     def end_epoch(self) -> None:
         """Ends the epoch; call it after `next_call` has returned None."""
@@ -196,10 +217,9 @@ class EpochIterator:
         if self._requested_steps is None:
             if shard.reshuffles.ahead and self.iterator is not None:
                 next(self.iterator, None)  # a `repeat` begins again to see that it has ended
+            complete = self._pass_end == self._steps_in_pass
             self._end_pass()
-            if self.steps_per_epoch is None:
-                self.steps_per_epoch = self._pass_steps = self.steps_done
-            if shard.steps is not None and datasets.is_dataset(self._source.x):
+            if complete and datasets.is_dataset(self._source.x):
                 # Keras starts a pass here and another one in the next epoch.
                 self._passes += 1
                 if shard.reshuffles and not shard.reshuffles.pass_over():
@@ -245,7 +265,7 @@ class EpochIterator:
             shard = source.shard(self._sharding, order, batches)
             if not skip:
                 self.shard = shard
-        self._pass_end = self.shard.steps
+        self._pass_end = self._pass_steps
         if batches != skip * self._batches_per_step and self._pass_steps is not None:
             # Other replicas began this pass.
             rest = self._pass_steps - batches // self._batches_per_step
@@ -275,6 +295,8 @@ class EpochIterator:
     def _end_pass(self) -> None:
         """Notes shuffles below others, which began with the first element."""
         if self.iterator is not None and self._reshuffles:
+            if self._reshuffles.cached:
+                next(self.iterator, None)  # a cache is full once it has seen the end
             self._reshuffles.note(ended=True)
         self.iterator = None
 
@@ -309,6 +331,8 @@ class EpochIterator:
             if in_pass is None
             else self.shard.hooks.state_at(in_pass * self._batches_per_step),
             self._order.cycle_lengths,
+            self._pass_steps,
+            self.shard.reshuffles.kept,
         )
 
     def index_files(self) -> None:
@@ -328,14 +352,16 @@ class EpochIterator:
         """Restores the position, on any number of workers: same batches, same order."""
         was = self._restored
         assert was is not None
-        if self.steps_per_epoch is None and was.steps is not None:
-            self.steps_per_epoch = self._pass_steps = was.steps
+        if was.batches_per_step == self._batches_per_step:
+            own = self._requested_steps is None
+            self._limit_passes(was.pass_steps or (was.steps if own else None))
         self._passes = was.passes - (was.in_pass is not None)
         for _ in range(self._passes):
             self.shard.hooks.skip()
         orders = self.shard.reshuffles
         if orders:
             orders.passes = [self._passes] * len(orders) if was.orders is None else was.orders
+            orders.kept = was.kept or {}
         if was.in_pass is not None:
             self.shard.hooks.restore(was.drawn_from, was.seed, was.passes)
             self._begin_pass(was.in_pass, was.in_pass * was.batches_per_step)

@@ -31,7 +31,7 @@ import tensorflow as tf
 from tfmw import data
 from tfmw.cluster import membership
 from tfmw.cluster.cluster import MEMBER
-from tfmw.compat import datasets, model_methods, models
+from tfmw.compat import datasets, model_methods, models, rebuilding
 from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.data import reshuffles
 from tfmw.data.random_state import restore_random_state
@@ -52,6 +52,8 @@ from tfmw.train.checkpoint.store import BackupStore
 _ELASTIC_RESTARTS = 100
 _BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
 _BACKUP_OF_JOB_EVERY = "10 s"  # it travels to the job's controller
+
+_LARGEST_GRAPH = 2**31 - 2**20  # bytes of a protocol buffer, without those of its nodes
 
 _KEPT_BY_JOB = "(kept by the job)"
 """In place of a `backup_dir`: each task's own folder, whose newest backup the engine keeps."""
@@ -327,10 +329,17 @@ def _sent(x: Any, what: str) -> Any:
         )
     if not datasets.is_dataset(x):
         return x
+    x = datasets.without_devices(x)
     alternative = (
         "pass a callable that builds it in each process: "
         "tfmw.fit(model, lambda context: make_dataset(context), workers=...)."
     )
+    if (size := rebuilding.bytes_of_arrays(x)) > _LARGEST_GRAPH:
+        raise UsageError(
+            f"{what} is a dataset over arrays of {size / 1e9:.1f} GB, and a graph that is sent to "
+            "other processes holds at most 2 GB: pass the arrays themselves, which travel beside "
+            f"it, tfmw.fit(model, x, y, batch_size=..., workers=...); or {alternative}"
+        )
     if python := sorted(datasets.python_ops(datasets.dataset_graph(x))):
         raise UsageError(
             f"{what} is a dataset that holds Python functions ({', '.join(python)}), which cannot "

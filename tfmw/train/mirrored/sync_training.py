@@ -61,6 +61,7 @@ class MirroredTraining:
             "steps_per_epoch",
             train or None,
             arguments.index_dir,
+            self.model.steps_per_execution,
         )
         self.batch_size = self._data.shard.batch_size
         self.element_spec = self._data.shard.element_spec
