@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
+import time
 from typing import Any
 
 import pytest
 
+from tfmw.launcher.environment import task_environment
+from tfmw.launcher.process import TaskFiles
+from tfmw.launcher.run_status import RunStatus
 from tfmw.observe import goodput
 from tfmw.observe.goodput import OTHER, START, Account, Division, line
 from tfmw.observe.step_times import StepTimes
@@ -222,3 +227,45 @@ def test_a_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         assert parts(account.division()) == {"steps": 12.0, "data": 2.0, "compile": 4.0}
         run(1.0, steps=4, input_s=1.5)  # by another clock
     assert parts(account.division()) == {"steps": 12.0, "data": 3.0, "compile": 4.0}
+
+
+class TestAClockThatJumps:
+    """An hour on or back while the run goes on: NTP, or a suspended virtual machine."""
+
+    @pytest.fixture(params=[3600.0, -3600.0])
+    def jump(self, request, monkeypatch):
+        real = time.time
+
+        def happens() -> None:
+            monkeypatch.setattr(time, "time", lambda: real() + request.param)
+
+        return happens
+
+    def test_is_no_time_of_the_run(self, jump):
+        account = Account()
+        before = account.division()
+        jump()
+        after = account.division()
+        assert 0 <= sum(after.seconds) < 1800
+        assert 0 <= after.at - before.at < 1800
+        assert sum(before.until(goodput.now()).seconds) < 1800
+
+    def test_a_task_has_the_clock_of_its_launcher(self, jump, monkeypatch):
+        began = Division(at=goodput.now())
+        environment = task_environment({}, terminal=False)
+        jump()
+        monkeypatch.setattr(goodput, "_zero", time.time() - time.monotonic())  # a task starts now
+        monkeypatch.setenv(goodput.CLOCK_ZERO, environment[goodput.CLOCK_ZERO])
+        account = Account()
+        account.resume(began)
+        seconds = account.division().seconds
+        assert 0 <= sum(seconds) < 1800
+
+    def test_tfmw_status_has_the_clock_of_the_run(self, jump, monkeypatch, tmp_path):
+        task = TaskFiles("worker", 0, tmp_path)
+        task.make()
+        described = RunStatus(tmp_path, ["script"], tasks=[task]).described()
+        jump()
+        monkeypatch.setattr(goodput, "_zero", time.time() - time.monotonic())  # of `tfmw status`
+        found = RunStatus.of(json.loads(json.dumps(described)))._goodput()["seconds"]
+        assert 0 <= sum(found.values()) < 1800

@@ -85,7 +85,7 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
         restarts=policy.restarts,
         hint=network_hint(failures) if context.spawner.namespaces else "",
         goodput=goodput.line(
-            {t: d.until(time.time(), goodput.OTHER) for t, d in divisions(attempt.tasks).items()}
+            {t: d.until(goodput.now(), goodput.OTHER) for t, d in divisions(attempt.tasks).items()}
         ),
     )
     outcomes = {task: call.loaded(data) for task, data in attempt.results().items()}

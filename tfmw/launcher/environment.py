@@ -16,6 +16,7 @@ from pathlib import Path
 from tfmw.errors import UsageError
 from tfmw.launcher.spawn import terminal_size
 from tfmw.observe import task_process
+from tfmw.observe.goodput import CLOCK_ZERO, clock_zero
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -72,6 +73,7 @@ def task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, st
     compute_with_onednn(env)
     env.setdefault("TFMW_TOKEN", _token())
     env["PYTHONUNBUFFERED"] = "1"
+    env[CLOCK_ZERO] = str(clock_zero())
     env.pop("TFMW_TTY", None)
     env.pop(task_process.VARIABLE, None)  # a task may have started this launcher
     if terminal:

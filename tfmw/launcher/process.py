@@ -16,6 +16,7 @@ from typing import IO, Any
 from tfmw.cluster.signals import STACKS, STACKS_FILE
 from tfmw.launcher import call
 from tfmw.launcher.spawn import Spawner
+from tfmw.observe import goodput
 from tfmw.observe.goodput import Division
 from tfmw.observe.progress import PROGRESS_FILE, Progress
 from tfmw.observe.recorded_errors import ERROR_FILE
@@ -61,7 +62,7 @@ class TaskFiles:
             EXCHANGES_FILE: self.directory / "exchanges",
             STACKS_FILE: self.directory / "stacks",
         }
-        self.division = Division(at=time.time())  # of the run's time before this task
+        self.division = Division(at=goodput.now())  # of the run's time before this task
         self.status: int | None = None  # as in subprocess: -9 is SIGKILL
         self._progress = Progress()
 

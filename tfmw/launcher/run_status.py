@@ -58,7 +58,7 @@ class RunStatus:
         directory: of the run.
         command: the arguments of its tasks.
         pid: of its launcher.
-        since: when it began, in seconds of time.time().
+        since: when it began, in seconds of `goodput.now`.
         attempt: the number of the last attempt.
         cluster: addresses of its tasks by kind, if some are on other hosts.
         tasks: of that attempt, on this host; those that replace them appear in the same list.
@@ -67,10 +67,11 @@ class RunStatus:
     directory: Path
     command: Sequence[str]
     pid: int = dataclasses.field(default_factory=os.getpid)
-    since: float = dataclasses.field(default_factory=time.time)
+    since: float = dataclasses.field(default_factory=goodput.now)
     attempt: int = 0
     cluster: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     tasks: Sequence[TaskFiles] = ()
+    clock_zero: float = dataclasses.field(default_factory=goodput.clock_zero)  # of its launcher
 
     def __post_init__(self) -> None:
         self.name = self.directory.name
@@ -165,7 +166,8 @@ class RunStatus:
 
     def _goodput(self) -> dict[str, Any]:
         """The run's time so far, in seconds of its parts, and a line about it."""
-        known = {task: d.until(time.time()) for task, d in divisions(self.tasks).items()}
+        now = time.monotonic() + self.clock_zero
+        known = {task: d.until(now) for task, d in divisions(self.tasks).items()}
         first = next(iter(known.values()), Division())
         return {"seconds": first.by_part(), "share": first.goodput(), "line": goodput.line(known)}
 

@@ -7,13 +7,15 @@
 
 A task keeps its division in its progress file, where it outlives the task. The next attempt's task
 begins with it, and with the time since then as "restarts". Each instant counts once: for the
-innermost phase of the thread that trains. Times are those of the day, which hosts share.
+innermost phase of the thread that trains. Times are those of the day, which hosts share, by the
+clock of the launcher's start: a clock that jumps later changes nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,12 +39,31 @@ _SHOWN_S = 0.05  # a part that took less is not shown
 _WAITS_LONGER = 0.01  # of the run: by so much a worker must have waited longer to be named
 
 
+CLOCK_ZERO = "TFMW_CLOCK_ZERO"
+"""Variable with the time of the day at which the monotonic clock was 0, as the launcher saw it."""
+
+_zero = time.time() - time.monotonic()
+
+
+def clock_zero() -> float:
+    """The time of the day, in seconds, at which the monotonic clock was 0; see `now`."""
+    return float(os.environ.get(CLOCK_ZERO) or _zero)
+
+
+def now() -> float:
+    """The time of the day, in seconds, on which later jumps of the system's clock have no effect.
+
+    It is the same in a launcher and its tasks.
+    """
+    return time.monotonic() + clock_zero()
+
+
 @dataclasses.dataclass(frozen=True)
 class Division:
     """The division at one moment; all of its values are floats."""
 
     seconds: tuple[float, ...] = (0.0,) * len(PARTS)
-    at: float = 0.0  # the moment, in seconds of time.time(); 0.0: unknown
+    at: float = 0.0  # the moment, in seconds of `now`; 0.0: unknown
     part: float = START  # the index of the part that goes on
     steps: float = 0.0  # made so far, in the attempt that has come farthest
     measured: float = 0.0  # whether waits for data were; 0.0: they are in "steps"
@@ -104,9 +125,9 @@ def line(by_task: Mapping[str, Division]) -> str | None:
 
 
 class Account:
-    """The division of this process, as it goes on; `clock` is that of time.time()."""
+    """The division of this process, as it goes on; `clock` is that of `now`."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = now) -> None:
         self._clock = clock
         self._lock = threading.RLock()  # a long call of another thread may report
         self._is_kept = False  # whether a launcher gave it its first division

@@ -78,7 +78,7 @@ class Reporter:
         self._goodput = gauge("tfmw_goodput", "Share of the run's time that went into steps")
         self._spent = gauge("tfmw_run_seconds", "The run's time, over all attempts", "part")
         gauge("tfmw_backup_age_seconds", "Seconds since the last backup").set_function(
-            lambda: float("nan") if self._saved_at is None else time.time() - self._saved_at
+            lambda: float("nan") if self._saved_at is None else time.monotonic() - self._saved_at
         )
         gauge("tfmw_exchanges", "Exchanges of the chief with other workers").set_function(
             lambda: recorder.totals().exchanges
@@ -111,7 +111,7 @@ class Reporter:
             epoch: complete epochs.
             logs: Keras's.
             times: of this task's steps so far.
-            saved_at: seconds since the epoch of the last backup; None before the first.
+            saved_at: monotonic seconds of the last backup; None before the first.
         """
         if not self._on or time.monotonic() < self._due:
             return

@@ -33,6 +33,7 @@ from tfmw.launcher.remote.links import Links
 from tfmw.launcher.remote.messages import AgentHello, Message
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
 from tfmw.launcher.result import Result, exit_status
+from tfmw.observe import goodput
 from tfmw.observe.goodput import Division
 
 CANCEL = "cancel"
@@ -59,7 +60,7 @@ class Controller:
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._connections = itertools.count()
         self._policy = RestartPolicy(self.spec.setup.options, self.spec.workers[1])
-        self._policy.division = Division(at=time.time())
+        self._policy.division = Division(at=goodput.now())
         self._written: dict[str, Any] = {}
         self._growing = False
 

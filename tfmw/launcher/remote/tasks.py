@@ -31,6 +31,7 @@ from tfmw.launcher.remote.messages import (
     RestartRequest,
     Start,
 )
+from tfmw.observe import goodput
 from tfmw.observe.goodput import OTHER, Division
 from tfmw.observe.trackers import RUN_ID
 
@@ -189,4 +190,4 @@ def report_of(attempt: Attempt) -> EndReport:
 def _division(attempt: Attempt) -> Division | None:
     """How the first task that trains divides the run's time; None if none does here."""
     first = next(iter(divisions(attempt.tasks).values()), None)
-    return first and (first.until(time.time(), OTHER) if attempt.done() else first)
+    return first and (first.until(goodput.now(), OTHER) if attempt.done() else first)

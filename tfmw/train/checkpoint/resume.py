@@ -82,7 +82,7 @@ class Backups:
         self.record: dict[str, Any] | None = None
         self.tensors: Mapping[str, Any] = {}
         self.on_disk: tuple[dict[str, Any] | None, Mapping[str, Any]] = None, {}  # both, as read
-        self.saved_at: float | None = None  # of the last backup of this call; by `time.time`
+        self.saved_at: float | None = None  # monotonic, of the last backup of this call
         self.schedule = Schedule("epoch" if asked is None else asked.save_freq)
         self.path = "" if asked is None else asked.backup_dir
         self._group = group
@@ -345,7 +345,7 @@ class Backups:
             self._spoiled, self._lost = (e.name, step), str(e)
             logger.warning("no backup at step %d: %s; the previous backup is kept", step, e)
             return
-        self.saved_at = time.time()
+        self.saved_at = time.monotonic()
         self._spoiled = self._lost = None
 
     def _not_written(self, error: Exception) -> None:
