@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import pytest
 from tests.helpers.cluster import tfmw_command
 from tfmw.cli.main import main
 from tfmw.launcher import run_files
+from tfmw.launcher.run_status import RunStatus
 
 PATIENCE_S = 60
 
@@ -85,3 +87,19 @@ def test_each_host_shows_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         output, _ = first.communicate("")
     assert re.search(r"^tfmw: goodput \d+ % of .* s: ", output, re.MULTILINE)  # the chief
     assert list(runtime.iterdir()) == []
+
+
+def test_runs_of_another_version_of_tfmw(tmp_path, monkeypatch):
+    """A field that it does not have, and one that this version does not know; or another form."""
+    monkeypatch.setenv(run_files.RUNTIME_DIRECTORY, str(tmp_path / "runtime"))
+    with (
+        run_files.published(RunStatus(tmp_path / "older", ["script"])),
+        run_files.published(RunStatus(tmp_path / "other", ["script"])),
+    ):
+        (older,) = (tmp_path / "runtime").glob("*-older/run.json")
+        (other,) = (tmp_path / "runtime").glob("*-other/run.json")
+        described = json.loads(older.read_text())
+        del described["clock_zero"]
+        older.write_text(json.dumps({**described, "new": 1}))
+        other.write_text(json.dumps({**described, "tasks": 3}))
+        assert [status.name for status in run_files.runs()] == ["older"]

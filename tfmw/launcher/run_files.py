@@ -119,14 +119,15 @@ def runs() -> list[RunStatus]:
     """
     found = []
     for path in directory().glob("*-*"):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # it begins, or ends, just now
+        # It begins, or ends, just now; or a version of tfmw wrote it that describes runs otherwise.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             described = json.loads((path / _RUN).read_text())
             own, process = _process(os.getpid()), _process(described["pid"])
             if process == described["process"]:
-                found.append(described)
+                found.append(RunStatus.of(described))
             elif own["namespace"] == described["process"]["namespace"]:
                 shutil.rmtree(path, ignore_errors=True)
-    return [RunStatus.of(each) for each in sorted(found, key=lambda each: float(each["since"]))]
+    return sorted(found, key=lambda status: status.since)
 
 
 def _new_folder(name: str) -> Path:

@@ -89,7 +89,9 @@ class RunStatus:
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> RunStatus:
         """The run that another process has described."""
-        known = {field.name: described[field.name] for field in dataclasses.fields(cls)}
+        # A run of another version of tfmw may have described less or more.
+        names = [field.name for field in dataclasses.fields(cls) if field.name in described]
+        known = {name: described[name] for name in names}
         tasks = [TaskFiles(kind, i, Path(at), *rest) for kind, i, at, *rest in known["tasks"]]
         return cls(**{**known, "directory": Path(known["directory"]), "tasks": tasks})
 
