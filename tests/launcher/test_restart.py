@@ -257,6 +257,7 @@ class TestPolicy:
             policy.decide(AttemptOutcome(preempted=True, step=step)) for step in (5, 9, 9, 9, 9)
         ]
         assert all(d.restart for d in decisions)
+        assert {d.workers for d in decisions} == {2}
         assert [d.delay_s for d in decisions] == [0, 0, 1, 2, 4]  # no hot loop either
         assert policy.restarts == 0
         assert not policy.decide(
