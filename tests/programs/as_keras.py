@@ -619,8 +619,23 @@ def generators_over_several_calls(trainer: Any) -> Any:
     for _ in range(4):
         out.append(trainer.predict(model, ((x,) for x, _ in generator), steps=1).tolist())
         out.append(trainer.evaluate(model, generator, steps=1))
-    one_call = numbered()
-    return [out, trainer.fit(model, one_call, steps_per_epoch=3, epochs=3).history["loss"]]
+    out.append(trainer.fit(model, numbered(), steps_per_epoch=3, epochs=3).history["loss"])
+
+    def five(first: int = 0) -> Iterator[Any]:
+        for i in range(first, first + 5):
+            yield X[i : i + 4], Y[i : i + 4]
+
+    # A pass after the last batch has the two that Keras has looked at.
+    for data, options in (
+        (five(), {}),
+        (five(), {"steps_per_epoch": 3}),
+        (dataset(X, Y), {"validation_data": five(3)}),
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+            model = compiled(keras.Input((4,)))
+            out.append(trainer.fit(model, data, epochs=3, shuffle=False, **options).history)
+    return out
 
 
 class BreaksAt(Shuffles):
