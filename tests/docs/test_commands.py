@@ -84,7 +84,7 @@ RUN: dict[str, Here | Reason | str] = {
     "make demo": "tests/recipes/test_recipes.py::test_make_demo",
     "make docs": "tests/docs/test_docs.py::test_site_is_built",
     "make notebooks": "tests/notebooks/test_notebooks.py::test_first_fit",
-    r"make (test|test-[a-z-]+|lint|lint type|test JOBS=1)": Reason("are the tests"),
+    r"make (test|test-[a-z-]+|nightly|flaky|lint|lint type|test JOBS=1)": Reason("are the tests"),
     "make (package|survey)": Reason("tests of their own, by hand before a release"),
     "make diagrams": Reason("needs npm and chromium"),
     "make bench": Reason("installs PyTorch and tf_keras; an hour"),
