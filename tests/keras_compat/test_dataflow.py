@@ -141,7 +141,35 @@ def nearest_code(x: Any) -> Any:
     return tf.reduce_mean((tf.stop_gradient(codes) - x @ KERNEL) ** 2)
 
 
+def looped(x: Any, rows: Any = None, other: Any = 1.0) -> Any:
+    """A sum over examples, one in each iteration."""
+    size = tf.shape(x)[0] if rows is None else rows
+    body = lambda i, total: (i + 1, total + tf.reduce_sum(tf.square(x[i]) * other))  # noqa: E731
+    _, total = tf.while_loop(lambda i, total: i < size, body, (0, 0.0))
+    return total / number_of(x)
+
+
+@tf.function
+def in_autograph(x: Any) -> Any:
+    out = tf.TensorArray(tf.float32, tf.shape(x)[0])
+    for i in tf.range(tf.shape(x)[0]):
+        out = out.write(i, tf.reduce_sum(x[i]))
+    return tf.reduce_mean(out.stack())
+
+
+def if_finite(x: Any) -> Any:
+    loss = tf.reduce_mean(x)
+    loss = tf.cond(tf.math.is_finite(loss), lambda: loss, lambda: 0.0)
+    return tf.where(tf.math.is_nan(loss), tf.zeros_like(loss), loss)
+
+
 MEANS: list[Any] = [
+    looped,
+    in_autograph,
+    if_finite,
+    lambda x: tf.reduce_mean(tf.vectorized_map(lambda row: tf.tanh(row) * tf.reduce_sum(row), x)),
+    lambda x: tf.scatter_nd(tf.cast(x[:, :1], tf.int32), x / number_of(x), [9, FEATURES]),
+    lambda x: tf.math.unsorted_segment_sum(x / number_of(x), tf.cast(x[:, 0], tf.int32), 9),
     lambda x: ops.mean(x),
     lambda x: ops.mean(ops.sum(x, axis=1)),
     lambda x: -0.5 * ops.mean(x) + 2 * ops.mean(ops.exp(x)),
@@ -192,6 +220,8 @@ MEANS: list[Any] = [
     nearest_code,
 ]
 SUMS: list[Any] = [
+    keras.regularizers.L1L2(0.01, 0.02),
+    lambda x: looped(x) * number_of(x),
     lambda x: ops.sum(x),
     lambda x: 0.1 * ops.sum(ops.square(x)),
     lambda x: ops.sum(ops.mean(x, axis=1)),
@@ -205,6 +235,11 @@ SUMS: list[Any] = [
     lambda x: ops.segment_sum(x, ops.argmax(x, axis=1), num_segments=FEATURES),
 ]
 COMPARED: list[Any] = [
+    lambda x: looped(x, 3),
+    lambda x: looped(x, tf.shape(x)[0] // 2),
+    lambda x: looped(x, other=x),
+    lambda x: ops.mean(tf.vectorized_map(lambda row: tf.reduce_mean((row - x) ** 2), x)),
+    lambda x: ops.mean(tf.gather(x, tf.where(x[:, 0] > 0, tf.range(tf.shape(x)[0]), 0))),
     lambda x: ops.mean(x @ ops.transpose(x)),
     lambda x: ops.mean(ops.matmul(normalized(x), ops.transpose(normalized(x)))),
     lambda x: ops.mean(ops.einsum("id,jd->ij", x, x)),

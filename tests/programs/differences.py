@@ -1097,6 +1097,55 @@ def test_different_and_named_with_the_line(
     assert f"{__file__}:{line}" in said[0]
 
 
+class Lookups(keras.Model):
+    """Sparse and ragged ids, and functions of one example at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        regularizer = keras.regularizers.L1L2(0.01, 0.02)
+        self.words = layers.Embedding(9, 4)
+        self.inner = layers.Dense(4, activation="tanh", activity_regularizer=regularizer)
+        self.sparse, self.head = dense(4), dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        x, ragged, sparse, ids = inputs
+        words = tf.ragged.map_flat_values(self.words, ragged)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = self.inner(x)
+        self.add_loss(0.1 * tf.reduce_mean(tape.batch_jacobian(y, x) ** 2))
+        table = self.words.embeddings.value
+        found = tf.nn.embedding_lookup_sparse(table, ids, None, combiner="mean")
+        words = tf.reduce_mean(words, axis=1) + tf.reduce_sum(words, axis=1)
+        return self.head(y + self.sparse(sparse) + found + words)
+
+
+def squares(y_true: Any, y_pred: Any) -> Any:
+    return tf.vectorized_map(lambda pair: ops.mean((pair[0] - pair[1]) ** 2), (y_true, y_pred))
+
+
+def test_sparse_and_ragged_batches_without_a_word(two_replicas: Any) -> None:
+    rows = [list(RANDOM.integers(0, 9, n)) for n in RANDOM.integers(1, 4, len(X))]
+    ragged = tf.ragged.constant(rows, dtype=tf.int32)
+    sparse = tf.sparse.from_dense(np.where(X > 0, X, 0))
+    inputs = (X, ragged, sparse, ragged.to_sparse())
+    data = tf.data.Dataset.from_tensor_slices((inputs, X[:, :1])).batch(BATCH)
+
+    def losses(fit: Any, **options: Any) -> list[Any]:
+        keras.utils.set_random_seed(3)
+        model = Lookups()
+        model.compile(keras.optimizers.SGD(0.05), squares)
+        history = fit(model, data, epochs=2, shuffle=False, verbose=0, **options)
+        return [np.asarray(history.history["loss"]), *model.get_weights()]
+
+    expected = losses(keras.Model.fit)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = losses(tfmw.fit, strategy=two_replicas)
+    assert not [str(w.message) for w in caught if str(w.message).startswith("tfmw:")]
+    assert is_equal(got, expected)
+
+
 class Queue(Own):
     def loss_of(self, x: Any, y: Any) -> Any:
         features = ops.normalize(self.encoder(x), axis=1)

@@ -20,6 +20,9 @@ _LIBRARIES = tuple(
     for folder in {_TFMW, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
 )
 
+# Libraries outside of this environment, and code that AutoGraph has written.
+_OF_OTHERS = ("/site-packages/", "/dist-packages/", "__autograph_generated_file")
+
 _WHOLE_BATCHES = (
     "Train with split_batch=False, which gives each replica whole batches, or on one replica."
 )
@@ -85,6 +88,8 @@ def _reason(flow: Flow) -> str | None:
 def user_line(op: tf.Operation) -> str | None:
     """file:line of the program that made an operation; None if only libraries did."""
     for frame in reversed(op.traceback or ()):
-        if not frame.filename.startswith((*_LIBRARIES, "<frozen")):
+        if not frame.filename.startswith((*_LIBRARIES, "<frozen")) and not any(
+            part in frame.filename for part in _OF_OTHERS
+        ):
             return f"{frame.filename}:{frame.lineno}, in {frame.name}"
     return None

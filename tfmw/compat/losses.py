@@ -29,10 +29,11 @@ from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing
     BaseImagePreprocessingLayer as _ImageLayer,
 )
 from keras.src.losses import loss as loss_module
+from tensorflow.python.ops.ragged import segment_id_ops
 
 from tfmw.compat import assigned_weights
 from tfmw.compat.assigned_weights import Assignable, Exchanges, is_read
-from tfmw.compat.dataflow.flow import BAD, FIXED, Flow
+from tfmw.compat.dataflow.flow import BAD, EXAMPLES, FIXED, Flow, tag_of, worst_flow
 from tfmw.compat.dataflow.walk import Dataflow
 from tfmw.compat.differences import Differences
 from tfmw.compat.gradients import graph_gradients, tape_gradient
@@ -202,6 +203,8 @@ class ReplicaWeight:
 
     def needed_exchanges(self) -> Exchanges:
         """What the step that was traced needs: it is traced again if that is more."""
+        for guard in self.flows.guards:
+            self.wants_gradients(guard)
         read = {
             id(variable)
             for variable, copy, value in self.own_values
@@ -395,6 +398,36 @@ def _by_example(
     return out
 
 
+def _sparse_lookup(
+    weight: ReplicaWeight, lookup: Any, params: Any, sp_ids: Any, *arguments: Any, **named: Any
+) -> Any:
+    """One row for each example, though `tf.nn.embedding_lookup_sparse` looks up distinct ids."""
+    out = lookup(params, sp_ids, *arguments, **named)
+    parts = tf.nest.flatten([sp_ids, arguments, named], expand_composites=True)
+    flows = [weight.flows.of(part) for part in parts if tf.is_tensor(part)]
+    if any(flow.axes for flow in flows) and worst_flow(flows) is None:
+        weight.flows.declare(out, Flow("rows", ((0, EXAMPLES),)))
+    return out
+
+
+def _segment_ids(weight: ReplicaWeight, function: Any, splits: Any, *a: Any, **k: Any) -> Any:
+    """The row of each value of a ragged tensor."""
+    out = function(splits, *a, **k)
+    if tag_of(weight.flows.of(splits).label(0)) == "splits":
+        weight.flows.declare(out, Flow("rows", ((0, EXAMPLES),)))
+    return out
+
+
+def _batch_jacobian(
+    weight: ReplicaWeight, jacobian: Any, tape: Any, target: Any, *arguments: Any, **named: Any
+) -> Any:
+    out = jacobian(tape, target, *arguments, **named)
+    flow = weight.flows.of(target)
+    if flow.kind == "rows" and not flow.affine and {axis for axis, _ in flow.axes} == {0}:
+        weight.flows.declare(out, flow)
+    return out
+
+
 def _moments(weight: ReplicaWeight, keras_moments: Any, layer: Any, inputs: Any, mask: Any) -> Any:
     """The moments of a synchronized BatchNormalization.
 
@@ -477,6 +510,8 @@ def _scale_regularization(weight: ReplicaWeight, original: Any, regularization_l
 
 _NN = (tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
 
+_SPARSE_LOOKUPS = ("embedding_lookup_sparse", "safe_embedding_lookup_sparse")
+
 _HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     # Replicas are weighted by this module's rule, not by Keras's division by their number.
     (loss_module, "scale_loss_for_distribution", lambda weight, keras_scale, value: value),
@@ -501,6 +536,9 @@ _HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     *[(nn, "scale_regularization_loss", _scale_regularization) for nn in _NN],
     (tf.GradientTape, "gradient", tape_gradient),
     (tf, "gradients", graph_gradients),
+    (tf.GradientTape, "batch_jacobian", _batch_jacobian),
+    (segment_id_ops, "row_splits_to_segment_ids", _segment_ids),
+    *[(tf.nn, name, _sparse_lookup) for name in _SPARSE_LOOKUPS],
     *assigned_weights.HOOKS,
 ]
 """(owner, name of a function, what replaces it: see `_hooked`)."""

@@ -62,7 +62,14 @@ def _sum_rule(op: Any, inputs: list[Flow]) -> Flow:
     kinds = {flow.kind for flow in inputs}
     if kinds == {"size", "fixed"} and _small(op, inputs):
         return next(flow for flow in aligned if flow.kind == "size")
+    if kinds != {"fixed"}:
+        aligned = [flow for flow in aligned if not is_zero(flow)] or aligned
     return joined_flow(op, aligned)
+
+
+def is_zero(flow: Flow) -> bool:
+    """Whether a value is a constant 0, which a sum begins with."""
+    return flow.kind == "fixed" and flow.constant is not None and not np.any(flow.constant)
 
 
 def _small(op: Any, inputs: list[Flow]) -> bool:

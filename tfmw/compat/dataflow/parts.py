@@ -26,6 +26,7 @@ from tfmw.compat.dataflow.flow import (
     joined_parts,
     nonlinear_flow,
     rules,
+    tag_of,
     vector_flow,
     without_axes,
 )
@@ -168,7 +169,11 @@ def _strided_slice(op: Any, inputs: list[Flow]) -> Flow:
         label = flow.label(source)
         if label is not None:
             if entry[0] == "index":
-                return _selected_rows(op, flow)
+                if not inputs[1].axes:
+                    return _selected_rows(op, flow)
+                axes.append((ITERATIONS, label))
+                source += 1
+                continue
             part = label if entry[0] == "all" else _slice_label(op, inputs, entry, label)
             if part is None:
                 return _selected_rows(op, flow)
@@ -203,6 +208,8 @@ def _slice_label(op: Any, inputs: list[Flow], entry: tuple[Any, ...], label: Any
     from_begin = from_begin or begin == 0
     if from_begin and to_end:
         return label
+    if tag_of(label) == "splits":  # where the rows of a ragged tensor begin, or end
+        return label[1] if (from_begin and end == -1) or (begin == 1 and to_end) else None
     parts = joined_parts(label)
     if from_begin and end == "size":
         return parts[0]
@@ -303,6 +310,9 @@ def _gather(op: Any, inputs: list[Flow]) -> Flow:
         return bad_flow("unknown", op)
     label = params.label(axis)
     if label is not None:
+        if of_indices == 0 and indices.label(ITERATIONS) is not None:
+            rest = [(a - (a > axis), lab) for a, lab in params.axes if a != axis]
+            return params.along([*rest, (ITERATIONS, label)])
         if not (indices.axes and indices.label(0) is not None):
             return _selected_rows(op, params)
         if is_uneven(indices.label(0)) or _is_place(op.inputs[1]):
@@ -325,8 +335,13 @@ def _gather(op: Any, inputs: list[Flow]) -> Flow:
 
 def _is_place(indices: Any) -> bool:
     """Whether indices are 0, 1, 2 ... of all examples, so that each is taken for itself."""
-    while indices.op.type in (*SAME, "Reshape", "ExpandDims"):
-        indices = indices.op.inputs[0]
+    while indices.op.type in (*SAME, "Reshape", "ExpandDims", "SelectV2"):
+        if indices.op.type == "SelectV2":  # `tf.vectorized_map` takes 0 if there is one example
+            if indices.op.inputs[0].shape.rank != 0:
+                return False
+            indices = indices.op.inputs[1]
+        else:
+            indices = indices.op.inputs[0]
     return bool(indices.op.type == "Range")
 
 
@@ -415,7 +430,7 @@ def _segments(op: Any, inputs: list[Flow]) -> Flow:
         return bad_flow("compared", op, inputs)
     if numbered.kind == "size" or op.type == "SegmentSum":
         return Flow("rows", ((0, EXAMPLES),))
-    return Flow("reduced", degree=1)
+    return Flow("reduced", degree=None if data.degree is None else data.degree + 1)
 
 
 def _bincount(op: Any, inputs: list[Flow]) -> Flow:
@@ -441,12 +456,19 @@ def _scatter(op: Any, inputs: list[Flow]) -> Flow:
     if not (indices.axes or updates.axes):
         return joined_apart(op, [target, updates, indices])
     if op.type in ("ScatterNd", "TensorScatterAdd", "TensorScatterSub"):
-        return Flow("reduced", degree=1)
+        return Flow("reduced", degree=None if updates.degree is None else updates.degree + 1)
     return Flow("rows", ((0, ("mixed", op.name, EXAMPLES)),))
 
 
 def _unique(op: Any, inputs: list[Flow]) -> Flow:
     return bad_flow("compared", op, inputs) if inputs[0].axes else inputs[0]
+
+
+def _padded(op: Any, inputs: list[Flow]) -> Flow:
+    """Of a ragged tensor as a dense one: a row for each example."""
+    if has_total(inputs):
+        return bad_flow("nonlinear", op, inputs)
+    return Flow("rows", ((0, EXAMPLES),)) if any(flow.axes for flow in inputs) else FIXED
 
 
 RULES = rules(
@@ -474,6 +496,7 @@ RULES = rules(
         "TensorScatterMax TensorScatterMin": _scatter,
         "Unique UniqueV2 UniqueWithCounts UniqueWithCountsV2": _unique,
         "Where": _where,
+        "RaggedTensorToTensor": _padded,
         "DynamicPartition": _dynamic_partition,
         "OneHot": _one_hot,
     }

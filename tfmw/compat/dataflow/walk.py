@@ -9,17 +9,21 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.compat.dataflow import arithmetic, parts, shapes
+from tfmw.compat.dataflow.arithmetic import is_zero
 from tfmw.compat.dataflow.flow import (
     BAD,
     EXAMPLES,
     FIXED,
     ITERATIONS,
+    SIZE,
     SMALL,
     Flow,
     Rule,
     by_rows,
+    has_total,
     joined_flow,
     nonlinear_flow,
+    total_flow,
     worst_flow,
 )
 from tfmw.compat.graph import ancestors, inputs_first, is_symbolic, static_value
@@ -39,11 +43,15 @@ class Dataflow:
         self._given: dict[Any, Flow] = {}
         self._captures: dict[int, dict[Any, Any]] = {}
         self._graph: Any = None
+        self.guards: list[Any] = []  # whether a total is finite: taken for true
         for tensor in tf.nest.flatten(batch, expand_composites=True):
             if is_symbolic(tensor):
                 self._graph = tensor.graph
                 axes = ((0, EXAMPLES),) if tensor.shape.rank != 0 else ()
                 self.declare(tensor, Flow("rows", axes))
+        for value in tf.nest.flatten(batch):
+            for splits in value.nested_row_splits if isinstance(value, tf.RaggedTensor) else ():
+                self.declare(splits, Flow("rows", ((0, ("splits", EXAMPLES)),)))
 
     def of(self, value: Any) -> Flow:
         """The flow of a tensor; an eager one's is unknown."""
@@ -113,6 +121,10 @@ class Dataflow:
             bad = worst_flow(inputs)
             if bad is not None:
                 return [bad] * len(op.outputs)
+        if op.type in ("IsFinite", "IsInf", "IsNan") and has_total(inputs):
+            self.guards.append(op.outputs[0])
+            rows = inputs[0].kind == "rows"
+            return [inputs[0]._replace(affine=False) if rows else FIXED]
         if all(flow.kind == "fixed" for flow in inputs):
             if op.outputs[0].shape.rank in (0, 1, 2) and inputs:
                 if all(flow.constant is not None for flow in inputs):
@@ -154,14 +166,14 @@ class Dataflow:
         if op.type in _LOOPS:
             return self._of_loop(op, inputs)
         if op.type in _PLAIN_CALLS:
-            return self._inside(op, "f", inputs)
+            return self._inside(op, self._function(op, "f"), inputs)[1]
         condition, arguments = inputs[0], inputs[1:]
         if op.type in _CASES:
             count = len(op.get_attr("branches"))
-            outs = [self._inside(op, "branches", arguments, i) for i in range(count)]
+            functions = [self._function(op, "branches", i) for i in range(count)]
         else:
-            branches = ("then_branch", "else_branch")
-            outs = [self._inside(op, branch, arguments) for branch in branches]
+            functions = [self._function(op, name) for name in ("then_branch", "else_branch")]
+        outs = [self._inside(op, function, arguments)[1] for function in functions]
         found = [joined_flow(op, list(flows)) for flows in zip(*outs, strict=True)]
         if condition.kind in ("fixed", "size"):
             return found
@@ -172,39 +184,90 @@ class Dataflow:
         ]
 
     def _of_loop(self, op: Any, inputs: list[Flow]) -> list[Flow]:
-        state = inputs
+        body, state = self._function(op, "body"), list(inputs)
+        counters, added = self._counters(op, body, inputs)
+        for i in counters:
+            state[i] = Flow("size", ((ITERATIONS, EXAMPLES),))
         for _ in range(5):
-            after = self._inside(op, "body", state)
+            inner, after = self._inside(op, body, state)
             joined = [joined_flow(op, [a, b]) for a, b in zip(state, after, strict=True)]
+            for i in counters:
+                joined[i] = state[i]
+            for i, tensor in added.items():
+                flow = inner.of(tensor)
+                if flow.kind == "rows" and {axis for axis, _ in flow.axes} == {ITERATIONS}:
+                    joined[i] = total_flow(op, flow, {ITERATIONS}, "Sum")
             if [_compared_part(f) for f in joined] == [_compared_part(f) for f in state]:
                 break
             state = joined
         else:
             return [Flow("unknown", origin=op)] * len(state)
+        for i in counters:
+            state[i] = SIZE
         # A value that another example changes in each iteration depends on all of them.
         return [
             Flow("unknown", origin=op) if ITERATIONS in dict(flow.axes) else flow for flow in state
         ]
 
-    def _inside(
-        self, op: Any, attribute: str, arguments: list[Flow], index: int | None = None
-    ) -> list[Flow]:
-        """The flows of a function's results. Functions are nested as deep as users nest them."""
+    def _counters(
+        self, op: Any, body: Any, inputs: list[Flow]
+    ) -> tuple[list[int], dict[int, tf.Tensor]]:
+        """Of a loop over the examples: the numbers of its state that count, and what others add.
+
+        A sum adds, in each iteration, a value that does not depend on it.
+        """
+        counters: list[int] = []
+        added: dict[int, tf.Tensor] = {}
+        condition = self._function(op, "cond")
+        if body is None or condition is None or len(body.inputs) != len(inputs):
+            return counters, added
+        if self._inside(op, condition, inputs)[1][0].kind != "size":
+            return counters, added
+        if all(flow != SIZE for flow in inputs):
+            return counters, added  # such as half of the examples
+        for i, (argument, result) in enumerate(zip(body.inputs, body.outputs, strict=True)):
+            update = _without_identity(result).op
+            if update.type not in ("AddV2", "Add") or not is_zero(inputs[i]):
+                continue
+            a, b = (_without_identity(tensor) for tensor in update.inputs)
+            other = b if a is argument else a if b is argument else None
+            if other is None:
+                continue
+            places = [k for k, each in enumerate(body.inputs) if each is other]
+            step = inputs[places[0]].constant if places else static_value(other)
+            if argument.dtype.is_integer and argument.shape.rank == 0 and step == 1:
+                counters.append(i)
+            elif len(argument.consumers()) == 1:
+                added[i] = other
+        return counters, added if counters else {}
+
+    def _function(self, op: Any, attribute: str, index: int | None = None) -> Any:
+        """The graph of a function that an operation calls; None if it is not known."""
         name = op.get_attr(attribute)
         name = (name if index is None else name[index]).name
         graph, function = op.graph, None
         while graph is not None and function is None:
             function = graph._get_function(name)
             graph = getattr(graph, "outer_graph", None)
-        body = getattr(function, "graph", None)
-        if body is None or len(body.inputs) != len(arguments):
-            return [Flow("unknown", origin=op)] * len(op.outputs)
+        return getattr(function, "graph", None)
+
+    def _inside(self, op: Any, body: Any, arguments: list[Flow]) -> tuple[Dataflow, list[Flow]]:
+        """The flows of a function's results. Functions are nested as deep as users nest them."""
         inner = Dataflow(())
+        inner.guards = self.guards
+        if body is None or len(body.inputs) != len(arguments):
+            return inner, [Flow("unknown", origin=op)] * len(op.outputs)
         inner._given = {
             **{key: flow for key, flow in self._given.items() if key[0] == id(body)},
             **{_key(t): flow for t, flow in zip(body.inputs, arguments, strict=True)},
         }
-        return [inner.of(tensor) for tensor in body.outputs]
+        return inner, [inner.of(tensor) for tensor in body.outputs]
+
+
+def _without_identity(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def _key(tensor: Any) -> tuple[int, str, int]:
@@ -231,6 +294,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "Mul": np.multiply,
     "RealDiv": np.true_divide,
     "Neg": np.negative,
+    "GreaterEqual": np.greater_equal,
     **dict.fromkeys(["Cast", "Identity", "StopGradient"], np.asarray),
     "Range": np.arange,
     "Prod": lambda values, axes: np.prod(values, axis=tuple(np.ravel(axes))),
