@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from typing import Any, NamedTuple
 
 import cloudpickle
 import keras
@@ -162,6 +163,18 @@ def test_function_that_uses_tfmw_can_be_pickled():
     scope = {"__name__": "__main__", "tfmw": tfmw}
     exec("def of_a_notebook():\n    return tfmw", scope)
     assert pickle.loads(cloudpickle.dumps(scope["of_a_notebook"]))() is tfmw
+
+
+class Named(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_named_tuples_keep_their_type():
+    for taken in (Named(X, [Named(Y, 1)]), (X, Named(Y, 1))):
+        sent = on_workers._sent(taken, "x")
+        assert type(sent) is type(taken)
+        assert type(on_workers._opened(sent, {})) is type(taken)
 
 
 def test_unpicklable_arguments_are_refused_with_an_alternative(monkeypatch):

@@ -130,6 +130,37 @@ def test_order_of_inputs_of_any_graph() -> None:
     assert graph.inputs_first([DEEP], lambda n: [n - 1] if n else []) == list(range(DEEP + 1))
 
 
+@pytest.mark.parametrize(
+    ("made", "is_function"),
+    [
+        (lambda a, b: a * 2 + tf.exp(b), True),
+        (lambda a, b: tf.stack([a, tf.constant(1.0)])[0] - b, True),
+        (lambda a, b: a * WEIGHT + b, False),  # may have changed when the function is called
+        (lambda a, b: a + tf.random.uniform([]), False),
+        (lambda a, b: a + tf.reduce_sum(b.graph.inputs[0]), False),
+    ],
+)
+def test_functions_of_tensors_are_called_in_another_graph(made: Any, is_function: bool) -> None:
+    functions: list[Any] = []
+
+    @tf.function
+    def first(x: Any) -> Any:
+        a, b = tf.reduce_sum(x), tf.reduce_max(x)
+        value = made(a, b)
+        assert graph.depends_on(value, a)
+        functions.append(graph.function_of(value, [a, b]))
+        return value
+
+    first.get_concrete_function(tf.TensorSpec([None]))
+    (function,) = functions
+    assert (function is not None) == is_function
+    if is_function:
+        again = tf.function(lambda a, b: function([a, b]))
+        assert float(again(tf.constant(3.0), tf.constant(0.5))) == pytest.approx(
+            float(made(tf.constant(3.0), tf.constant(0.5)))
+        )
+
+
 def test_tensors_taken_as_given_are_not_passed() -> None:
     def look(x: Any) -> list[str]:
         middle = tf.sin(x)

@@ -919,6 +919,39 @@ def states_of_examples(trainer: Any) -> Any:
     return errors
 
 
+# ---------------------------------------------------------------- logs
+
+
+class WithPsnr(keras.Sequential):
+    """A log that is a function of metrics' results."""
+
+    def compute_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        logs = super().compute_metrics(*args, **kwargs)
+        return {**logs, "psnr": -10 * keras.ops.log10(logs["loss"] * logs["mae"])}
+
+
+class WithLogs(WithPsnr):
+    """Another one in a step."""
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        return {"perplexity": keras.ops.exp(logs["loss"]), **logs}
+
+
+def logs_computed_from_logs(trainer: Any) -> Any:
+    out: dict[str, Any] = {}
+    for kind in (WithLogs, WithPsnr):
+        model = kind([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+        options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "epochs": 2}
+        history = trainer.fit(model, X, Y / 9, validation_data=(X[:5], Y[:5]), **options).history
+        evaluated = trainer.evaluate(model, X, Y / 9, return_dict=True)
+        out[kind.__name__] = [list(history), history, list(evaluated), evaluated]
+        batch = trainer.on_batch("train_on_batch", model, X[:5], Y[:5])
+        out[f"{kind.__name__} on batch"] = [float(value) for value in batch]
+    return out
+
+
 # ---------------------------------------------------------------- methods of the model's class
 
 
@@ -1019,6 +1052,7 @@ SCENARIOS: list[Callable[[Any], Any]] = [
     methods_of_the_class,
     a_fit_of_several_trainings,
     a_fit_that_calls_tfmw,
+    logs_computed_from_logs,
 ]
 
 

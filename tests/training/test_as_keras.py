@@ -108,6 +108,7 @@ SCENARIOS = [
     "methods_of_the_class",
     "a_fit_of_several_trainings",
     "a_fit_that_calls_tfmw",
+    "logs_computed_from_logs",
     "predictions_without_one_shape",
     "pipelines_that_keep_something",
 ]
@@ -115,6 +116,7 @@ ON_DEVICES = [
     "replicas_keep_seeds_of_their_own",
     "methods_of_the_class",
     "a_fit_of_several_trainings",
+    "logs_computed_from_logs",
 ]
 SCENARIOS_TOO = [
     "order_resumed_within_an_epoch",

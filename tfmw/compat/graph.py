@@ -9,7 +9,7 @@ and the time of a walk that forgets doubles with each addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -79,6 +79,44 @@ def descendants(tensors: Iterable[tf.Tensor]) -> set[str]:
         return [op for tensor in tensors for op in tensor.consumers()]
 
     return {op.name for op in inputs_first(users(tensors), lambda op: users(op.outputs))}
+
+
+def depends_on(value: tf.Tensor, given: tf.Tensor) -> bool:
+    """Whether a symbolic tensor is computed from another one of its graph."""
+    return any(tensor is given for op in ancestors([value]) for tensor in op.inputs)
+
+
+def function_of(
+    value: tf.Tensor, given: Sequence[tf.Tensor]
+) -> Callable[[Sequence[tf.Tensor]], tf.Tensor] | None:
+    """The function of tensors of its graph that a symbolic tensor is; other graphs can call it.
+
+    None if it depends on anything else: on a variable, an input of the graph, a random number.
+    """
+    names = [tensor.name for tensor in given]
+    nodes = []
+    for op in ancestors([value], stop=lambda tensor: tensor.name in names):
+        node = tf.compat.v1.NodeDef.FromString(op.node_def.SerializeToString())
+        if op.op_def.is_stateful or op.type == "Placeholder":
+            return None
+        if any(attribute.HasField("func") for attribute in node.attr.values()):
+            return None
+        inputs = [name for name in node.input if not name.startswith("^")]
+        del node.input[:]
+        node.input.extend(inputs)
+        node.attr.pop("_class", None)  # names an operation beside which it should be
+        node.device = ""
+        nodes.append(node)
+    graph_def = tf.compat.v1.GraphDef(node=nodes)
+
+    def call(values: Sequence[tf.Tensor]) -> tf.Tensor:
+        mapping = dict(zip(names, values, strict=True))
+        (result,) = tf.graph_util.import_graph_def(
+            graph_def, input_map=mapping, return_elements=[value.name]
+        )
+        return result
+
+    return call
 
 
 def is_symbolic(value: Any) -> bool:

@@ -264,7 +264,7 @@ def needs_build(model: keras.Model) -> bool:
 
 
 def overrides_step(model: keras.Model, name: str) -> bool:
-    """Whether the user's class overrides `train_step` or `test_step`."""
+    """Whether the user's class overrides `train_step`, `test_step` or `compute_metrics`."""
     return getattr(type(model), name) is not getattr(Trainer, name)
 
 

@@ -319,7 +319,7 @@ def _sent(x: Any, what: str) -> Any:
     if isinstance(x, dict):
         return {k: _sent(v, what) for k, v in x.items()}
     if isinstance(x, (list, tuple)):
-        return type(x)(_sent(v, what) for v in x)
+        return _sequence(x, [_sent(v, what) for v in x])
     if isinstance(x, tf.Tensor):
         return x.numpy()
     if hasattr(x, "__next__"):
@@ -362,6 +362,11 @@ def _sent(x: Any, what: str) -> Any:
     return _SentDataset(graph.SerializeToString(), x.element_spec, orders)
 
 
+def _sequence(like: Any, members: list[Any]) -> Any:
+    """A list or tuple of the type of another; of a named tuple, too."""
+    return type(like)(*members) if hasattr(like, "_fields") else type(like)(members)
+
+
 def _opened(x: Any, opened: dict[str, tf.data.Dataset]) -> Any:
     """The argument of `_sent`; see `_SentDataset.open`."""
     if isinstance(x, _SentDataset):
@@ -369,7 +374,7 @@ def _opened(x: Any, opened: dict[str, tf.data.Dataset]) -> Any:
     if isinstance(x, dict):
         return {k: _opened(v, opened) for k, v in x.items()}
     if isinstance(x, (list, tuple)):
-        return type(x)(_opened(v, opened) for v in x)
+        return _sequence(x, [_opened(v, opened) for v in x])
     return x
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.compat import losses, models, objects, placement
+from tfmw.compat.graph import depends_on, function_of, is_symbolic
 from tfmw.compat.metric_variables import (
     assign_flat,
     combination,
@@ -277,6 +278,10 @@ class StepLogs:
     # value on each local replica of another log.
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     raw: dict[str, list[tf.Variable]] = dataclasses.field(default_factory=dict)
+    # The function of results of these metrics that another log is.
+    derived: dict[str, tuple[Callable[..., Any], list[Any]]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def keep(
         self,
@@ -289,8 +294,8 @@ class StepLogs:
 
         Args:
             returned: by the step, on one replica.
-            noted: results of metrics within the step; None for Keras's own steps, which return
-                metrics only.
+            noted: results of metrics within the step; None for Keras's own steps and logs, which
+                are metrics only.
             local: the index of this process's replica.
             weight: of the replica in the global batch; None with a single replica.
         """
@@ -314,6 +319,19 @@ class StepLogs:
                 )
             # The value of the global batch, if it is a mean over examples.
             value = tf.reduce_mean(tf.cast(value, tf.float32))
+            if weight is not None and is_symbolic(value):
+                of_graph = [n for n in noted if is_symbolic(n[0]) and n[0].graph is value.graph]
+                used = [n for n in of_graph if depends_on(value, n[0])]
+                if used:
+                    function = function_of(value, [result for result, _ in used])
+                    if function is not None:
+                        self.derived[name] = function, [metric for _, metric in used]
+                        continue
+                    weight.differences.messages.append(
+                        f"the log {name} is computed from a metric's result together with other "
+                        "values of the step: it is the mean of what replicas find for their part "
+                        "of the examples. Compute it in a metric's result()."
+                    )
             if weight is not None:
                 weight.note(f"the log {name}", value)
                 value = weight.estimate_of_scalar(value)
@@ -332,6 +350,8 @@ class StepLogs:
         results = dict(model.get_metrics_result())
         for name, metric in self.metrics.items():
             results[name] = metric if isinstance(metric, keras.Variable) else metric.result()
+        for name, (function, metrics) in self.derived.items():
+            results[name] = function([metric.result() for metric in metrics])
         return keras.tree.map_structure(
             lambda r: tf.convert_to_tensor(r) if isinstance(r, keras.Variable) else r, results
         )

@@ -382,7 +382,8 @@ class SyncDriver:
             with objects.overridden([(weight, "watches", True)]):
                 return model_step(batch)
 
-        is_own = models.overrides_step(model, f"{kind.name}_step")
+        own = (f"{kind.name}_step", "compute_metrics")
+        is_own = any(models.overrides_step(model, method) for method in own)
         if model.jit_compile and not model.run_eagerly and not self._has_tables:
             if weight is None:
                 step = tf.function(step, jit_compile=True, reduce_retracing=True)
@@ -425,9 +426,9 @@ class SyncDriver:
                 return logs
         self._warn_once(
             "jit_compile is off on several replicas of one process, and where replicas exchange "
-            "values in the middle of a step, which XLA cannot compile: in a train_step of your "
-            "own, in a synchronized BatchNormalization, in a loss divided by masks or weights of "
-            "the global batch."
+            "values in the middle of a step, which XLA cannot compile: in a train_step or a "
+            "compute_metrics of your own, in a synchronized BatchNormalization, in a loss divided "
+            "by masks or weights of the global batch."
         )
         return step(batch)
 

@@ -297,7 +297,7 @@ def run_evaluation(
     else:
         data.end_epoch()
     data.leave()
-    logs = metrics()
+    logs = dict(sorted(metrics().items()))  # as Keras's evaluate orders them
     callback_list.on_test_end(logs)
     return logs
 
