@@ -5,7 +5,7 @@
 Two workers of this machine are measured, as `tfmw bench` does, over TCP. bench/forecast.py then
 predicts the step of more workers, each on a machine of its own, for four networks: a link of 0.1,
 1, 10 and 100 Gbit/s for each worker, where it is slower than what the two reach here. For the two
-slowest, it also predicts rounds: sync_every=100 and sync_compression="int8".
+slowest, it also predicts rounds: every=100 and compression="int8" of `tfmw.LocalSGD`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _lines(cost: Forecast) -> list[tuple[str, int, list[float]]]:
         if gbits in ROUNDS_ON:
             weights = cost.gradient_bytes // 4
             rounds = [c.with_rounds(EVERY, weights) if c.workers > 1 else c for c in there]
-            label = f"{gbits} Gbit/s, sync_every={EVERY}"
+            label = f"{gbits} Gbit/s, every={EVERY}"
             found.append((label, number, [c.efficiency() for c in rounds]))
     return found
 
@@ -86,7 +86,7 @@ def draw(costs: dict[str, Forecast], path: Path) -> None:
     )
     for (name, cost), panel in zip(costs.items(), panels[0], strict=True):
         for label, number, found in _lines(cost):
-            style = "--" if "sync_every" in label else "-"
+            style = "--" if "every=" in label else "-"
             panel.plot(MANY, found, style, color=f"C{number}", marker="o", label=label)
         panel.set_title(name)
         panel.set_xscale("log", base=2)

@@ -24,7 +24,7 @@ from typing import Any
 STEP_S = 0.05
 WAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "synchronous, all restart": ([], {"backup_every": "continuous"}),
-    "elastic, sync_every=25": (["--elastic"], {"sync_every": 25}),
+    "elastic, every=25": (["--elastic"], {"sync": {"every": 25}}),
 }
 
 
@@ -55,6 +55,8 @@ def train(way: str, steps: int, folder: Path) -> None:
     x = np.random.default_rng(0).normal(size=[100 * 64, 64]).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(64)
     options = dict(WAYS[way][1])
+    if "sync" in options:
+        options["sync"] = tfmw.LocalSGD(**options["sync"])
     if "backup_every" in options:
         options["backup_dir"] = folder / "backups"
     tfmw.fit(model, data, epochs=steps // 100, verbose=0, callbacks=[Step()], **options)

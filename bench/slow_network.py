@@ -1,7 +1,7 @@
-"""Synchronous training and `sync_every` on slow links: bytes, time of a step, time to a loss.
+"""Synchronous training and `tfmw.DiLoCo` on slow links: bytes, time of a step, time to a loss.
 
     sudo python -m bench.slow_network [--work mlp] [--workers 2] [--mbit 100] [--batch 4] [--loss]
-        [--only synchronous "sync_every=25, int8"]
+        [--only synchronous "every=25, int8"]
 
 Each worker has a network namespace, whose link sends no faster than the rate (bench/machines.py).
 Bytes are those that a worker's device has sent. Efficiency is the time of a step without any
@@ -29,28 +29,26 @@ from bench.works import CLASSES, WORKS, batches, examples, keras_network
 TIMEOUT_S = 900
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
-# Way -> (steps between two exchanges, other arguments of `fit`).
-WAYS: dict[str, tuple[int, dict[str, Any]]] = {
-    "no exchange": (25, {"strategy": "default"}),
-    "synchronous": (1, {}),
-    "sync_every=25, int8": (25, {"sync_compression": "int8"}),
-    "sync_every=100, int8": (100, {"sync_compression": "int8"}),
-    "sync_every=100, int8, 4 fragments, overlap of 20": (
+# Way -> (steps between two exchanges, arguments of `fit`, arguments of `tfmw.DiLoCo`).
+WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "no exchange": (25, {"strategy": "default"}, {}),
+    "synchronous": (1, {}, {}),
+    "every=25, int8": (25, {}, {"compression": "int8"}),
+    "every=100, int8": (100, {}, {"compression": "int8"}),
+    "every=100, int8, 4 fragments, overlap of 20": (
         100,
-        {"sync_compression": "int8", "sync_fragments": 4, "sync_overlap": 20},
+        {},
+        {"compression": "int8", "fragments": 4, "overlap": 20},
     ),
 }
 
 
 def _arguments(way: str) -> dict[str, Any]:
     """Of `tfmw.fit`."""
-    import keras
+    import tfmw
 
-    every, options = WAYS[way]
-    if "sync_compression" not in options:
-        return options
-    outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-    return {"sync_every": every, "outer_optimizer": outer, **options}
+    every, arguments, settings = WAYS[way]
+    return arguments | ({"sync": tfmw.DiLoCo(every, **settings)} if settings else {})
 
 
 def steps(way: str, work: str) -> dict[str, float]:
@@ -60,7 +58,7 @@ def steps(way: str, work: str) -> dict[str, float]:
     import tfmw
 
     cluster = tfmw.init()
-    every, options = WAYS[way]
+    every, options, _ = WAYS[way]
     alone = options.get("strategy") == "default"
     model = keras_network(work, keras)
     data = batches(work, 1 if alone else cluster.num_workers)

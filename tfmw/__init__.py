@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tfmw.observe.progress import report_progress
     from tfmw.train.batch_calls import predict_on_batch, test_on_batch, train_on_batch
     from tfmw.train.calls import evaluate, fit, predict
+    from tfmw.train.local_sgd.sync_settings import DiLoCo, LocalSGD
     from tfmw.train.saved_model import export, verify_export
     from tfmw.train.strategies import init
 
@@ -33,6 +34,7 @@ _SOURCES = {
     "tfmw.errors": ("ClusterError", "TaskFailed", "TfmwError", "UsageError"),
     "tfmw.train.saved_model": ("export", "verify_export"),
     "tfmw.train.calls": ("evaluate", "fit", "predict"),
+    "tfmw.train.local_sgd.sync_settings": ("DiLoCo", "LocalSGD"),
     "tfmw.train.batch_calls": ("predict_on_batch", "test_on_batch", "train_on_batch"),
     "tfmw.observe.progress": ("report_progress",),
     "tfmw.strategies": ("init",),
@@ -42,6 +44,8 @@ _SOURCE_OF = {name: module for module, names in _SOURCES.items() for name in nam
 __all__ = [
     "Cluster",
     "ClusterError",
+    "DiLoCo",
+    "LocalSGD",
     "TaskFailed",
     "TfmwError",
     "UsageError",

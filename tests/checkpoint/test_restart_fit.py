@@ -256,10 +256,10 @@ def test_chaos_killed_in_steps_backups_validation_and_export(undisturbed, tmp_pa
 # ---------------------------------------------------------------- local SGD
 
 SYNC = {
-    "sync_every": 5,
-    "sync_fragments": 2,
-    "sync_overlap": 1,
-    "sync_compression": "int8",
+    "every": 5,
+    "fragments": 2,
+    "overlap": 1,
+    "compression": "int8",
     "outer_optimizer": {
         "class_name": "SGD",
         "config": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True},

@@ -15,15 +15,15 @@ from tests.helpers.cases import each
 from tests.helpers.threads import Exchange, in_threads
 from tfmw.train.local_sgd.outer_step import OuterStep, fragments_of
 from tfmw.train.local_sgd.quantized_sum import BLOCK, LEVELS, QuantizedSum
-from tfmw.train.local_sgd.sync_settings import SyncSettings
+from tfmw.train.local_sgd.sync_settings import LocalSGD
 from tfmw.train.mirrored.collectives import ring
 
 SGD = keras.optimizers.SGD
 RANDOM = np.random.default_rng(0)
 
 
-def settings(every: int, fragments: int = 1, overlap: int = 0) -> SyncSettings:
-    return SyncSettings(every, fragments, overlap, None, {})
+def settings(every: int, fragments: int = 1, overlap: int = 0) -> LocalSGD:
+    return LocalSGD(every, fragments=fragments, overlap=overlap)
 
 
 def outer(values: list[Any], optimizer: Any = None, fragments: int = 1) -> OuterStep:

@@ -162,7 +162,14 @@ def test_a_stopped_worker_is_replaced() -> None:
 def test_workers_of_a_notebook() -> None:
     model = made()
     history = tfmw.fit(
-        model, X, Y, batch_size=17, epochs=2, sync_every=3, sync_elastic=True, workers=2, verbose=0
+        model,
+        X,
+        Y,
+        batch_size=17,
+        epochs=2,
+        sync=tfmw.LocalSGD(3, elastic=True),
+        workers=2,
+        verbose=0,
     )
     assert len(history.history["loss"]) == 2
     assert not np.array_equal(model.get_weights()[0], made().get_weights()[0])
@@ -171,27 +178,26 @@ def test_workers_of_a_notebook() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"sync_elastic": True, "sync_every": 5}, "no server of rounds"),
-        ({"sync_elastic": True}, "without sync_every"),
-        ({"sync_every": "5 s"}, "expected a whole number"),
-        ({"sync_every": 8, "sync_elastic": True, "sync_fragments": 2}, "exchange all weights"),
-        ({"sync_every": "often", "sync_elastic": True}, "unknown"),
+        ({"every": 5}, "no server of rounds"),
+        ({"every": "5 s", "elastic": False}, "expected a whole number"),
+        ({"every": 8, "fragments": 2}, "exchange all weights"),
+        ({"every": "often"}, "unknown"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        tfmw.fit(made(), X, Y, **options)
+        tfmw.fit(made(), X, Y, sync=tfmw.LocalSGD(**{"elastic": True, **options}))
 
 
 def test_a_member_needs_a_whole_description(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFMW_ROUNDS", "127.0.0.1:1")
     with pytest.raises(UsageError, match="expected HOST:PORT, two whole numbers"):
-        tfmw.fit(made(), X, Y, sync_every=5)
+        tfmw.fit(made(), X, Y, sync=tfmw.LocalSGD(5))
     for name, value in (("TFMW_MEMBER", "0"), ("TFMW_MEMBERS", "2"), ("TFMW_TOKEN", "x")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="without sync_every"):
+    with pytest.raises(UsageError, match="without sync="):
         tfmw.fit(made(), X, Y)
     with pytest.raises(UsageError, match="would train it alone"):
         tfmw.train_on_batch(made(), X, Y)
     with pytest.raises(tfmw.TfmwError, match="no server of rounds at"):
-        tfmw.fit(made(), X, Y, sync_every=5)
+        tfmw.fit(made(), X, Y, sync=tfmw.LocalSGD(5))

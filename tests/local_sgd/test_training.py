@@ -167,7 +167,9 @@ def alone(**options: Any) -> keras.Model:
 def test_one_replica_with_the_mean_trains_as_keras_does():
     model = made(SGD(0.05), norm=False)
     model.fit(X, Y, batch_size=17, epochs=2, shuffle=False, verbose=0)
-    for ours, expected in zip(alone(sync_every=3).get_weights(), model.get_weights(), strict=True):
+    for ours, expected in zip(
+        alone(sync=tfmw.LocalSGD(3)).get_weights(), model.get_weights(), strict=True
+    ):
         np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
@@ -185,29 +187,49 @@ def test_one_replica_with_an_outer_optimizer_is_that_algorithm_by_hand():
             speed = [0.9 * s - 0.7 * g for s, g in zip(speed, grads, strict=True)]
             common = [c + 0.9 * s - 0.7 * g for c, s, g in zip(common, speed, grads, strict=True)]
             model.set_weights(common)
-    ours = alone(sync_every=3, outer_optimizer=DILOCO).get_weights()
+    ours = alone(sync=tfmw.DiLoCo(3, outer_optimizer=DILOCO)).get_weights()
     for weights, expected in zip(ours, common, strict=True):
         np.testing.assert_allclose(weights, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"every": 0}, "every=0: expected a whole number from 1"),
+        ({"every": 2.5}, r"every=2\.5"),
+        ({"every": 4, "overlap": 4}, r"fewer than every // fragments = 4"),
+        ({"every": 2, "fragments": 3}, "one fragment for each step"),
+        ({"every": 2, "compression": "int2"}, "'int8' or 'int4'"),
+        ({"every": 2, "between": "hosts"}, "'replicas' or 'machines'"),
+        ({"every": 2, "outer_optimizer": 3}, "one of keras.optimizers"),
+    ],
+)
+def test_wrong_settings_are_refused_when_they_are_made(settings, said):
+    with pytest.raises(UsageError, match=said):
+        tfmw.DiLoCo(**settings)
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"sync_every": 0}, "sync_every=0: expected a whole number from 1"),
-        ({"sync_every": 2.5}, "sync_every=2.5"),
-        ({"sync_overlap": 1}, "add sync_every"),
-        ({"outer_optimizer": "sgd"}, "add sync_every"),
-        ({"sync_every": 4, "sync_overlap": 4}, r"fewer than sync_every // sync_fragments = 4"),
-        ({"sync_every": 2, "sync_fragments": 3}, "one fragment for each step"),
-        ({"sync_every": 2, "sync_compression": "int2"}, "'int8' or 'int4'"),
-        ({"sync_every": 2, "outer_optimizer": 3}, "one of keras.optimizers"),
-        ({"sync_every": 2, "gradient_compression": "bf16"}, 'sync_compression="int8"'),
-        ({"sync_every": 2, "shard_optimizer": True}, "shard_optimizer=True"),
+        ({"gradient_compression": "bf16"}, 'compression="int8" of sync'),
+        ({"shard_optimizer": True}, "shard_optimizer=True"),
+        ({"sync": 50}, r"sync=50: expected tfmw\.LocalSGD\(every=50\)"),
+        (
+            {"sync_every": 9, "sync_overlap": 2},
+            r"one value now, sync=tfmw\.LocalSGD\(every=9, overlap=2\)\.",
+        ),
+        ({"outer_optimizer": "sgd"}, r"sync=tfmw\.DiLoCo\(every=50, outer_optimizer=\.\.\.\)"),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_process_starts(options, said):
     with pytest.raises(UsageError, match=said):
-        tfmw.fit(made("sgd", norm=False), X, Y, workers=2, **options)
+        tfmw.fit(made("sgd", norm=False), X, Y, workers=2, **{"sync": tfmw.LocalSGD(2), **options})
+
+
+def test_an_unknown_argument_is_an_error_as_in_keras():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sync_evry'"):
+        tfmw.fit(made("sgd", norm=False), X, Y, sync_evry=2)
 
 
 def test_synchronized_norms_are_refused():
@@ -215,7 +237,7 @@ def test_synchronized_norms_are_refused():
     model = keras.Sequential([*layers, keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(UsageError, match="synchronized=True"):
-        tfmw.fit(model, X, Y, verbose=0, sync_every=2)
+        tfmw.fit(model, X, Y, verbose=0, sync=tfmw.LocalSGD(2))
 
 
 def test_batches_of_the_program_are_uneven():

@@ -105,8 +105,10 @@ CASES = {
     "bfloat16": Case(lambda: _dense("bfloat16"), _plain, 5 * HALF),
     'gradient_compression="fp16"': Case(_dense, _plain, HALF, {"gradient_compression": "fp16"}),
     "shard_optimizer=True": Case(_dense, _plain, options={"shard_optimizer": True}),
-    "sync_every=1": Case(
-        lambda: _dense(optimizer=keras.optimizers.SGD(0.1)), _plain, options={"sync_every": 1}
+    "local SGD, every step": Case(
+        lambda: _dense(optimizer=keras.optimizers.SGD(0.1)),
+        _plain,
+        options={"sync": tfmw.LocalSGD(1)},
     ),
 }
 

@@ -115,7 +115,7 @@ def lose(losses: list[str]) -> dict[str, Any]:
         (int(a[6:].split(",")[MEMBER]) for a in losses if a.startswith("saved=")), 1
     )
     history = tfmw.fit(
-        model, data, epochs=epochs, sync_every=3, backup_dir=backups, backup_every=every
+        model, data, epochs=epochs, sync=tfmw.LocalSGD(3), backup_dir=backups, backup_every=every
     )
     ended = [json.loads(line) for line in (folder / f"ended_{MEMBER}").read_text().splitlines()]
     return {
@@ -137,7 +137,7 @@ def sync() -> dict[str, Any]:
             **options,
             epochs=3,
             shuffle=False,
-            sync_every=1,
+            sync=tfmw.LocalSGD(1),
             validation_data=(X[:30], Y[:30]),
             verbose=0,
         )
@@ -146,10 +146,15 @@ def sync() -> dict[str, Any]:
             "val_loss": history.history["val_loss"],
         }
     compressed = made()
-    tfmw.fit(compressed, X, Y, batch_size=17, epochs=3, sync_every=3, sync_compression="int8")
+    tfmw.fit(compressed, X, Y, batch_size=17, epochs=3, sync=tfmw.LocalSGD(3, compression="int8"))
     found["int8"] = {"weights": [w.tolist() for w in compressed.get_weights()]}
     compiled = made(jit_compile=True)
-    options = {"batch_size": 17, "epochs": 2, "sync_every": 3, "precision": "mixed_bfloat16"}
+    options = {
+        "batch_size": 17,
+        "epochs": 2,
+        "sync": tfmw.LocalSGD(3),
+        "precision": "mixed_bfloat16",
+    }
     history = tfmw.fit(compiled, X, Y, **options)
     found["XLA, bf16"] = {
         "weights": [w.tolist() for w in compiled.get_weights()],
@@ -157,7 +162,15 @@ def sync() -> dict[str, Any]:
     }
     timed = made(run_eagerly=True)
     slow = keras.callbacks.LambdaCallback(on_train_batch_end=_pause)
-    tfmw.fit(timed, X, Y, batch_size=17, epochs=6, sync_every="0.2 s", callbacks=[slow])
+    tfmw.fit(
+        timed,
+        X,
+        Y,
+        batch_size=17,
+        epochs=6,
+        sync=tfmw.LocalSGD("0.2 s", elastic=True),
+        callbacks=[slow],
+    )
     found["by time"] = {"weights": [w.tolist() for w in timed.get_weights()]}
     return found
 

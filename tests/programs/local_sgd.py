@@ -59,13 +59,29 @@ def fitted(
     batch_size: int = 17,
     norm: bool = False,
     compiled: Any = (),
-    **options: Any,
+    precision: str | None = None,
+    strategy: Any = "auto",
+    **settings: Any,
 ) -> dict[str, Any]:
+    """Trains with these settings of `tfmw.LocalSGD` or `tfmw.DiLoCo`; without any, in each step."""
+    kind = tfmw.DiLoCo if "outer_optimizer" in settings else tfmw.LocalSGD
     model = made(optimizer or keras.optimizers.SGD(0.05), norm, **dict(compiled))
     seen = AtEpochEnd()
-    options |= {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0}
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "epochs": 2,
+        "shuffle": False,
+        "verbose": 0,
+    }
     options |= {"validation_data": (X, Y), "callbacks": [seen]}
-    history = tfmw.fit(model, *data, **options)
+    history = tfmw.fit(
+        model,
+        *data,
+        precision=precision,
+        strategy=strategy,
+        sync=kind(**settings) if settings else None,
+        **options,
+    )
     return {
         "weights": [w.tolist() for w in model.get_weights()],
         "digest": digest(model),
@@ -87,15 +103,15 @@ def refused(**options: Any) -> str:
 def on_machines(machines: str) -> None:
     rank = tfmw.init().rank
     listener.machine = lambda: ["machine", machines[rank]]
-    two: dict[str, Any] = {"sync_every": 3, "sync_between": "machines"}
+    two: dict[str, Any] = {"every": 3, "between": "machines"}
     found = {
         "mean": fitted(**two),
         "adam": fitted("adam", norm=True, **two),
-        "int8": fitted(sync_compression="int8", **two),
-        "int8 of each replica": fitted(sync_every=3, sync_compression="int8"),
-        "of each replica": fitted(sync_every=3),
+        "int8": fitted(compression="int8", **two),
+        "int8 of each replica": fitted(every=3, compression="int8"),
+        "of each replica": fitted(every=3),
         "compiled": fitted(compiled={"jit_compile": True}, **two),
-        "each step": fitted(sync_every=1, sync_between="machines"),
+        "each step": fitted(every=1, between="machines"),
         "synchronous": fitted(),
     }
     write({"found": found, "refused": {}})
@@ -111,32 +127,32 @@ def main() -> None:
         devices = {"strategy": tfmw.strategies.mirrored(["CPU:0", "CPU:1"])}
     else:
         tfmw.init()
-    parts: dict[str, Any] = {"sync_fragments": 2, "sync_overlap": 1}
+    parts: dict[str, Any] = {"fragments": 2, "overlap": 1}
     momentum = keras.optimizers.SGD(0.05, momentum=0.9)
     found = {
         "synchronous": fitted(**devices),
-        "each step": fitted(sync_every=1, **devices),
-        "alike": fitted(momentum, TWICE, 16, sync_every=3, **devices),
-        "no rate": fitted(keras.optimizers.SGD(0.0), sync_every=3, **devices),
-        "diloco": fitted(sync_every=3, outer_optimizer=DILOCO, **devices),
-        "norm": fitted("adam", norm=True, sync_every=3, **devices),
-        "streaming": fitted(sync_every=4, outer_optimizer=DILOCO, **parts, **devices),
+        "each step": fitted(every=1, **devices),
+        "alike": fitted(momentum, TWICE, 16, every=3, **devices),
+        "no rate": fitted(keras.optimizers.SGD(0.0), every=3, **devices),
+        "diloco": fitted(every=3, outer_optimizer=DILOCO, **devices),
+        "norm": fitted("adam", norm=True, every=3, **devices),
+        "streaming": fitted(every=4, outer_optimizer=DILOCO, **parts, **devices),
     }
     if not devices:
         found |= {
-            "int8": fitted(sync_every=3, sync_compression="int8"),
-            "int4": fitted(sync_every=3, sync_compression="int4"),
-            "float32": fitted(sync_every=3),
-            "all": fitted(sync_every=4, sync_compression="int8", norm=True, **parts),
+            "int8": fitted(every=3, compression="int8"),
+            "int4": fitted(every=3, compression="int4"),
+            "float32": fitted(every=3),
+            "all": fitted(every=4, compression="int8", norm=True, **parts),
             "compiled": fitted(
-                "adam", compiled={"jit_compile": True}, precision="mixed_bfloat16", sync_every=3
+                "adam", compiled={"jit_compile": True}, precision="mixed_bfloat16", every=3
             ),
         }
     refusals: dict[str, dict[str, Any]] = {
-        "int8 without a ring": {"sync_every": 3, "sync_compression": "int8"} if devices else {},
-        "too many fragments": {"sync_every": 9, "sync_fragments": 9},
-        "one machine": {"sync_every": 3, "sync_between": "machines"},
-        "averages": {"optimizer": keras.optimizers.SGD(0.1, use_ema=True), "sync_every": 2},
+        "int8 without a ring": {"every": 3, "compression": "int8"} if devices else {},
+        "too many fragments": {"every": 9, "fragments": 9},
+        "one machine": {"every": 3, "between": "machines"},
+        "averages": {"optimizer": keras.optimizers.SGD(0.1, use_ema=True), "every": 2},
     }
     said = {name: refused(**o, **devices) for name, o in refusals.items() if o}
     write({"found": found, "refused": said})

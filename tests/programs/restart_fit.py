@@ -157,7 +157,7 @@ def main() -> None:
     flags.add_argument("--validation_pause", type=float, default=0.0, help="seconds per batch")
     flags.add_argument("--epochs", type=int, default=3)
     flags.add_argument("--collectives", default="auto")
-    flags.add_argument("--sync", type=json.loads, default={}, help="sync_ arguments, as JSON")
+    flags.add_argument("--sync", type=json.loads, default={}, help="arguments of DiLoCo, as JSON")
     options = flags.parse_args()
     holds = [Hold(options.hold_file)] if options.hold_file else []
     for hold in holds:
@@ -198,7 +198,7 @@ def main() -> None:
         export_dir=options.export_dir,
         backup_every=options.backup_every,
         seed=11,
-        **options.sync,
+        sync=tfmw.DiLoCo(**options.sync) if options.sync else None,
     )
     digest = hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights())).hexdigest()
     _result.write(

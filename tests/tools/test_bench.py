@@ -34,9 +34,9 @@ def test_rounds_are_proposed_where_they_take_less_time():
     # Compute and the whole update; of a round of 100 steps 1 s on the network, 0.6 s of computing.
     rounds = slow.with_rounds(100, 10**7)
     assert rounds.step == pytest.approx(0.030 + 2 * 0.005 + (1 + 10**7 * ROUND_S) / 100)
-    assert f"sync_compression='int8' about {1000 * rounds.step:.2f} ms" in report(slow, 128, 10**7)
-    assert "sync_every" not in report(MEASURED, 128, 10**7)
-    assert "sync_every" not in report(dataclasses.replace(slow, workers=1), 128, 10**7)
+    assert f"compression='int8') about {1000 * rounds.step:.2f} ms" in report(slow, 128, 10**7)
+    assert "LocalSGD" not in report(MEASURED, 128, 10**7)
+    assert "LocalSGD" not in report(dataclasses.replace(slow, workers=1), 128, 10**7)
 
 
 @pytest.mark.multiprocess

@@ -60,7 +60,7 @@ class Cost:
         return self.communication
 
     def with_rounds(self, every: int, parameters: int) -> Self:
-        """The same with `sync_every=every` and `sync_compression="int8"`.
+        """The same with `sync=tfmw.LocalSGD(every, compression="int8")`.
 
         A round sends a quarter of the bytes of a step; each worker makes whole updates.
         """
@@ -107,8 +107,9 @@ def report(cost: Cost, global_batch: int | None, parameters: int, update: str = 
     rounds = cost.with_rounds(EVERY, parameters)
     if cost.workers > 1 and rounds.step < PAYS * cost.step:
         lines.append(
-            f"with sync_every={EVERY}, sync_compression='int8' about {1000 * rounds.step:.2f} ms; "
-            "it is experimental, and results differ from one process's"
+            f"with sync=tfmw.LocalSGD({EVERY}, compression='int8') about "
+            f"{1000 * rounds.step:.2f} ms; it is experimental, and results differ from one "
+            "process's"
         )
     return "\n".join(lines)
 

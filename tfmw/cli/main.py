@@ -83,7 +83,7 @@ _RUN_OPTIONS = {
         "alone; default: 0",
         "--min-workers M": "if a worker dies twice before its first step, continue without it, "
         "with at least M",
-        "--elastic": "workers train apart and exchange weights in rounds (fit with sync_every=): "
+        "--elastic": "workers train apart and exchange weights in rounds (fit with sync=): "
         "one that dies restarts alone, and the others continue without it (experimental)",
         "--monitor-interval S": "seconds between two checks of the tasks; default: 0.05",
         "--hang-timeout S": "a task without progress for S seconds after its first step hangs: "

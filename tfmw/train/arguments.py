@@ -61,13 +61,7 @@ class FitArguments:
     precision: str | None
     shard_optimizer: Any
     split_batch: bool
-    sync_every: int | str | None
-    outer_optimizer: Any
-    sync_fragments: int
-    sync_overlap: int
-    sync_compression: str | None
-    sync_between: str
-    sync_elastic: bool
+    sync: Any  # a tfmw.LocalSGD
     given: frozenset[str]  # the names of those that the caller has passed
 
     def __post_init__(self) -> None:

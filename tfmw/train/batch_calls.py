@@ -140,7 +140,7 @@ def _driver_of(model: Any, kind: str, batch: Any, strategy: Any) -> BatchDriver:
     if kind == "train" and os.environ.get(ROUNDS) and not task_process.is_child():
         raise UsageError(
             "this process trains in elastic rounds (tfmw run --elastic), and train_on_batch would "
-            "train it alone: call tfmw.fit with sync_every=50, or start it without --elastic."
+            "train it alone: call tfmw.fit with sync=, or start it without --elastic."
         )
     if is_driven(model):
         raise UsageError(

@@ -31,7 +31,7 @@ from tfmw.train.checkpoint.resume import Backups
 from tfmw.train.fit_context import FitContext, errors_reported, model_of
 from tfmw.train.local_sgd import local_training
 from tfmw.train.local_sgd.round_client import RoundClient
-from tfmw.train.local_sgd.sync_settings import SyncSettings, checked
+from tfmw.train.local_sgd.sync_settings import LocalSGD, refuse_retired, settings_of
 from tfmw.train.loop import TrainingLoop
 from tfmw.train.mirrored.one_pass import evaluated, pass_over, validate_as_user, validate_here
 from tfmw.train.mirrored.sync_training import MirroredTraining, run_prediction
@@ -71,13 +71,8 @@ def fit(
     precision: str | None = None,
     shard_optimizer: Any = "auto",
     split_batch: bool = True,
-    sync_every: int | str | None = None,
-    outer_optimizer: Any = None,
-    sync_fragments: int = 1,
-    sync_overlap: int = 0,
-    sync_compression: str | None = None,
-    sync_between: str = "replicas",
-    sync_elastic: bool = False,
+    sync: LocalSGD | None = None,
+    **retired: Any,
 ) -> keras.callbacks.History:
     """Trains `model` on all replicas of the cluster, with the results of one process.
 
@@ -120,21 +115,9 @@ def fit(
             written into them, or graphs joined into one: each replica then takes a whole batch of
             the dataset. One batch for each replica makes a step, and gradients are averaged by
             examples. Workers of parameter servers take whole batches in any case.
-        sync_every: experimental, for slow networks: a number of steps that each replica trains on
-            its own; then replicas exchange weights, and they do after each epoch. The results
-            differ from those of one process. None: gradients are summed in each step.
-        outer_optimizer: a Keras optimizer that updates the common weights by the mean of (common
-            weights - weights of a replica): DiLoCo. None sets weights to their mean: local SGD.
-        sync_fragments: number of parts in which weights are exchanged, in turns, each after
-            `sync_every` steps.
-        sync_overlap: number of steps that run during an exchange. A replica then takes half of
-            the common weights, and half of its own.
-        sync_compression: "int8" or "int4": weights' differences are sent in 8 or 4 bits. A worker
-            adds its rounding errors to the next exchange.
-        sync_between: "machines": replicas of one machine sum gradients in each step, and machines
-            exchange weights. "replicas": each replica trains on its own.
-        sync_elastic: with `workers=`: workers come and go, as with `tfmw run --elastic`. A lost one
-            is left out of the rounds until it is back, and `sync_every` may be a time: "10 s".
+        sync: `tfmw.LocalSGD(every=50)` or `tfmw.DiLoCo(every=100)`, experimental, for slow
+            networks: replicas train on their own, and exchange weights every few steps. None:
+            gradients are summed in each step.
 
     Returns:
         A `keras.callbacks.History`, the same on every worker.
@@ -146,7 +129,10 @@ def fit(
         Preempted: a task received SIGTERM or SIGUSR1 and there is a `backup_dir`: the state is
             saved, and the process should end with the status of this exception (75).
     """
-    arguments = checked(FitArguments(**locals(), given=given()).limited())
+    received = dict(locals())
+    refuse_retired(received.pop("retired"))
+    arguments = FitArguments(**received, given=given()).limited()
+    settings_of(arguments)
     if workers is not None:
         return on_workers.fit_on_workers(fit, arguments)
     if on != "local":
@@ -231,9 +217,9 @@ def _entered(context: FitContext, arguments: FitArguments) -> Iterator[tuple[Fit
         with local_training.entered(client, context, arguments) as member:
             yield member
         return
-    if arguments.sync_elastic:
+    if arguments.sync is not None and arguments.sync.elastic:
         raise UsageError(
-            "received sync_elastic=True, and no server of rounds: start the script with tfmw run "
+            "received elastic=True, and no server of rounds: start the script with tfmw run "
             "--elastic --workers N, or pass workers=N."
         )
     with Backups(context.group, arguments.backup) as backups:
@@ -256,11 +242,11 @@ def _train(context: FitContext, arguments: FitArguments, backups: Backups) -> An
 
 def _sharded(context: FitContext, arguments: FitArguments, backups: Backups) -> Training:
     """The driver of this call, with sharded data and a built model."""
-    record, alone = backups.record, arguments.sync_every is not None
+    record, alone = backups.record, arguments.sync is not None
     servers = strategies.servers_of(context.strategy)
     if servers is not None and alone:
         raise UsageError(
-            f"received sync_every={arguments.sync_every}: workers of parameter servers keep no "
+            f"received sync={arguments.sync}: workers of parameter servers keep no "
             "weights of their own. Leave it out, or train with multi-worker mirroring."
         )
     if record is not None:  # on all tasks
@@ -285,7 +271,7 @@ def _sharded(context: FitContext, arguments: FitArguments, backups: Backups) -> 
 def _kind(on_servers: bool, alone: bool) -> str:
     if on_servers:
         return "a training on parameter servers"
-    return "a training with sync_every" if alone else "a synchronous training"
+    return "a training with sync=" if alone else "a synchronous training"
 
 
 def _require_same(context: FitContext, arguments: FitArguments, training: Training) -> None:
@@ -301,7 +287,7 @@ def _require_same(context: FitContext, arguments: FitArguments, training: Traini
             "steps_per_execution": context.model.steps_per_execution,
             "backup_every": str(arguments.backup_every),
             "split_batch": arguments.split_batch,
-            "the sync_ arguments and outer_optimizer": str(SyncSettings.of(arguments)),
+            "sync": str(settings_of(arguments)),
             "collectives": membership.chosen_collectives(),
         }
     )

@@ -161,7 +161,7 @@ def _fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
 
 def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Any) -> dict[str, Any]:
     """Trains on processes of this machine; returns what the chief returned."""
-    asked, elastic = sent.backup, bool(sent.sync_elastic)
+    asked, elastic = sent.backup, sent.sync is not None and sent.sync.elastic
     with contextlib.ExitStack() as stack:
         backup, folder = asked, ""
         if backup is None:

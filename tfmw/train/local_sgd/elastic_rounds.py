@@ -17,7 +17,7 @@ from tfmw.compat import models, placement
 from tfmw.train.local_sgd.quantized_sum import QuantizedSum
 from tfmw.train.local_sgd.round_client import RoundClient
 from tfmw.train.local_sgd.rounds import Rounds
-from tfmw.train.local_sgd.sync_settings import SyncSettings
+from tfmw.train.local_sgd.sync_settings import LocalSGD
 
 
 class ElasticRounds(Rounds):
@@ -33,7 +33,7 @@ class ElasticRounds(Rounds):
         self,
         model: keras.Model,
         strategy: tf.distribute.Strategy,
-        settings: SyncSettings,
+        settings: LocalSGD,
         client: RoundClient,
         averages: Callable[[], list[Any]],
     ):

@@ -35,7 +35,7 @@ from tfmw.train.fit_context import FitContext
 from tfmw.train.local_sgd.elastic_rounds import ElasticRounds
 from tfmw.train.local_sgd.round_client import RoundClient
 from tfmw.train.local_sgd.rounds import Rounds
-from tfmw.train.local_sgd.sync_settings import SyncSettings
+from tfmw.train.local_sgd.sync_settings import settings_of
 from tfmw.train.mirrored.sync_driver import SyncDriver
 from tfmw.train.mirrored.sync_training import MirroredTraining
 
@@ -56,16 +56,16 @@ class LocalTraining(MirroredTraining):
     _rounds: Rounds  # of this call, within the context
 
     def __init__(self, context: FitContext, arguments: FitArguments, backups: Backups):
-        settings = SyncSettings.of(arguments)
+        settings = settings_of(arguments)
         assert settings is not None
         self._settings = settings
         self._backups = backups
         saved = None if backups.record is None else backups.record["feed"].get("rounds")
-        if saved is not None and SyncSettings(**saved) != settings:
+        if saved is not None and saved != settings.as_json():
             raise UsageError(
                 f"the backup was written with {saved}, this call has "
-                f"{dataclasses.asdict(settings)}: resume with the same sync_ arguments and outer "
-                "optimizer, or use another backup_dir."
+                f"{settings.as_json()}: resume with the same "
+                "sync=, or use another backup_dir."
             )
         super().__init__(context, arguments, backups.record)
 
@@ -111,7 +111,7 @@ class LocalTraining(MirroredTraining):
             return *kept, self._rounds.state()
 
     def position(self, in_epoch: bool) -> dict[str, Any]:
-        return {**super().position(in_epoch), "rounds": dataclasses.asdict(self._settings)}
+        return {**super().position(in_epoch), "rounds": self._settings.as_json()}
 
     # ------------------------------------------------------------ steps
 
@@ -161,10 +161,10 @@ def entered(
 
 
 def _refuse(context: FitContext, arguments: FitArguments) -> None:
-    if arguments.sync_every is None:
+    if arguments.sync is None:
         raise UsageError(
             "this process trains in elastic rounds (tfmw run --elastic), and fit was called "
-            "without sync_every=: add sync_every=50."
+            "without sync=: add sync=tfmw.LocalSGD(every=50)."
         )
     if placement.local_replicas(context.strategy) != 1 or context.group.size != 1:
         raise UsageError(

@@ -29,7 +29,7 @@ from tfmw.observe.progress import blocking_call
 from tfmw.train.checkpoint import state
 from tfmw.train.local_sgd.outer_step import MIXED, OuterStep
 from tfmw.train.local_sgd.quantized_sum import QuantizedSum
-from tfmw.train.local_sgd.sync_settings import SyncSettings
+from tfmw.train.local_sgd.sync_settings import LocalSGD
 from tfmw.train.mirrored.agreement import broadcast
 from tfmw.train.mirrored.collectives.all_reduce import RingBroken
 from tfmw.train.mirrored.collectives.connection import another_ring, ring_of
@@ -58,9 +58,7 @@ class Rounds:
         UsageError: on all tasks, if the settings don't suit the model or the strategy.
     """
 
-    def __init__(
-        self, model: keras.Model, strategy: tf.distribute.Strategy, settings: SyncSettings
-    ):
+    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy, settings: LocalSGD):
         self._model = model
         self._strategy = strategy
         self._settings = settings
@@ -88,30 +86,30 @@ class Rounds:
         settings = self._settings
         if settings.fragments > len(self._weights):
             raise UsageError(
-                f"received sync_fragments={settings.fragments}: the model has "
+                f"received fragments={settings.fragments}: the model has "
                 f"{len(self._weights)} weights, and a fragment needs one."
             )
         inner = (optimizers.with_inner_optimizers(o) for o in optimizers.optimizers_of(self._model))
         if any(each.use_ema for both in inner for each in both):
             raise UsageError(
-                "the optimizer has use_ema=True, and with sync_every each replica would average "
+                "the optimizer has use_ema=True, and with sync= each replica would average "
                 "its own weights: train without one of them."
             )
         levels = isinstance(self._ring, HierarchicalRing)
         if settings.between == "machines" and self._replicas.count > 1 and not levels:
             raise UsageError(
-                'received sync_between="machines": expected two machines or more, with two workers '
+                'received between="machines": expected two machines or more, with two workers '
                 "or more on each, as many on all, without GPUs."
             )
         if models.has_synchronized_batch_norm(self._model):
             raise UsageError(
                 "a BatchNormalization has synchronized=True, which exchanges moments in each step: "
-                "with sync_every, replicas use their own. Leave one of them out."
+                "with sync=, replicas use their own. Leave one of them out."
             )
         if settings.compression and self._replicas.count > 1 and self._ring is None:
             raise UsageError(
-                f"received sync_compression={settings.compression!r}: values are rounded on tfmw's "
-                "own ring, which connects workers without GPUs. Leave sync_compression out here."
+                f"received compression={settings.compression!r}: values are rounded on tfmw's "
+                "own ring, which connects workers without GPUs. Leave compression out here."
             )
 
     def __enter__(self) -> Rounds:

@@ -1,4 +1,4 @@
-"""How often replicas exchange weights, and how: the `sync_` arguments of `fit`, checked."""
+"""`tfmw.LocalSGD` and `tfmw.DiLoCo`: how often replicas exchange weights, and how."""
 
 from __future__ import annotations
 
@@ -19,83 +19,102 @@ from tfmw.train.local_sgd.quantized_sum import LEVELS
 
 
 @dataclasses.dataclass(frozen=True)
-class SyncSettings:
-    """The exchange of weights of one call of fit."""
+class LocalSGD:
+    """Local SGD, experimental: replicas train on their own, then set their weights to the mean.
 
-    every: int  # steps between two exchanges of the same weights
-    fragments: int  # parts of the weights, which are exchanged in turns
-    overlap: int  # steps that run during an exchange
-    compression: str | None  # "int8" or "int4"; None for float32
-    outer: dict[str, Any]  # the configuration of the outer optimizer
-    between: str = "replicas"  # or "machines": what trains on its own between two exchanges
-    elastic: bool = False  # whether members come and go; see `elastic_rounds`
-    seconds: float | None = None  # between two exchanges, in place of `every`; elastic ones only
+        history = tfmw.fit(model, dataset, sync=tfmw.LocalSGD(every=50))
 
-    @classmethod
-    def of(cls, arguments: FitArguments) -> SyncSettings | None:
-        """The settings of a call; None if it has no `sync_every`.
+    For slow networks: replicas communicate once in `every` steps, and after each epoch. The results
+    differ from those of one process.
 
-        Raises:
-            UsageError: a wrong value, or arguments that cannot be combined.
-        """
-        every = arguments.sync_every
-        if every is None:
-            for name, default in _DEFAULTS.items():
-                if getattr(arguments, name) != default:
-                    raise UsageError(f"received {name}= without sync_every=: add sync_every=50.")
-            return None
-        elastic = arguments.sync_elastic or bool(os.environ.get(ROUNDS))
-        seconds = _seconds(every) if elastic else None
-        settings = cls(
-            sys.maxsize if seconds is not None else _number("sync_every", every, 1),
-            _number("sync_fragments", arguments.sync_fragments, 1),
-            _number("sync_overlap", arguments.sync_overlap, 0),
-            arguments.sync_compression,
-            _config_of(arguments.outer_optimizer),
-            arguments.sync_between,
-            elastic,
-            seconds,
-        )
-        settings._check()
-        if arguments.gradient_compression is not None:
+    Args:
+        every: number of steps that each replica trains between two exchanges of the same weights.
+            With `elastic`, it may be a time such as "10 s" or a `datetime.timedelta`.
+        fragments: number of parts in which the weights are exchanged, in turns, each after `every`
+            steps (Streaming DiLoCo, arXiv 2501.18512).
+        overlap: number of steps that run during an exchange. A replica then takes half of the
+            common weights, and half of its own.
+        compression: "int8" or "int4" sends differences of weights in 8 or 4 bits. A worker adds its
+            rounding errors to the next exchange. None sends float32.
+        between: "machines": replicas of one machine sum their gradients in each step, and machines
+            exchange weights. "replicas": each replica trains on its own.
+        elastic: with `fit(workers=)`: workers come and go, as with `tfmw run --elastic`. A lost one
+            is left out of the rounds until it is back.
+
+    Raises:
+        UsageError: a wrong value, or values that contradict each other.
+    """
+
+    every: int | str | datetime.timedelta
+    _: dataclasses.KW_ONLY
+    fragments: int = 1
+    overlap: int = 0
+    compression: str | None = None
+    between: str = "replicas"
+    elastic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.seconds is None:
+            _check_number("every", self.every, 1)
+        _check_number("fragments", self.fragments, 1)
+        _check_number("overlap", self.overlap, 0)
+        if self.fragments > self.steps:
             raise UsageError(
-                "received sync_every and gradient_compression: no gradients are sent then. Use "
-                'sync_compression="int8".'
+                f"received fragments={self.fragments} and every={self.every}: expected at most one "
+                "fragment for each step."
             )
-        if arguments.shard_optimizer is True:
+        if self.overlap >= self.steps // self.fragments:
             raise UsageError(
-                "received sync_every and shard_optimizer=True: each replica makes its own updates "
-                "then. Leave one of them out."
-            )
-        return settings
-
-    def _check(self) -> None:
-        if self.fragments > self.every:
-            raise UsageError(
-                f"received sync_fragments={self.fragments} and sync_every={self.every}: expected "
-                "at most one fragment for each step."
-            )
-        if self.overlap >= self.every // self.fragments:
-            raise UsageError(
-                f"received sync_overlap={self.overlap}: expected fewer than sync_every // "
-                f"sync_fragments = {self.every // self.fragments} steps, as an exchange must end "
-                "before the next one begins."
+                f"received overlap={self.overlap}: expected fewer than every // fragments = "
+                f"{self.steps // self.fragments} steps, as an exchange must end before the next "
+                "one begins."
             )
         if self.compression is not None and self.compression not in LEVELS:
             raise UsageError(
-                f"received sync_compression={self.compression!r}: expected "
+                f"received compression={self.compression!r}: expected "
                 f"{' or '.join(map(repr, LEVELS))}, or None."
-            )
-        if self.elastic and (self.fragments > 1 or self.overlap or self.between != "replicas"):
-            raise UsageError(
-                "received sync_fragments, sync_overlap or sync_between for workers that come and "
-                "go: they exchange all weights at once. Leave these out, or train without "
-                "sync_elastic and tfmw run --elastic."
             )
         if self.between not in ("replicas", "machines"):
             raise UsageError(
-                f"received sync_between={self.between!r}: expected 'replicas' or 'machines'."
+                f"received between={self.between!r}: expected 'replicas' or 'machines'."
             )
+        if self.elastic and (self.fragments > 1 or self.overlap or self.between != "replicas"):
+            raise UsageError(
+                "received fragments, overlap or between for workers that come and go: they "
+                "exchange all weights at once. Leave these out, or train without elastic=True and "
+                "tfmw run --elastic."
+            )
+
+    @property
+    def steps(self) -> int:
+        """Steps between two exchanges of the same weights; no limit if `every` is a time."""
+        return sys.maxsize if isinstance(self.every, str | datetime.timedelta) else self.every
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds between two exchanges; None if `every` is a number of steps."""
+        if not isinstance(self.every, str | datetime.timedelta):
+            return None
+        seconds = Schedule(self.every).seconds
+        if not seconds:
+            raise UsageError(
+                f"received every={self.every!r}: expected a number of steps, or a time such as "
+                '"10 s".'
+            )
+        return seconds
+
+    @property
+    def outer(self) -> dict[str, Any]:
+        """The configuration of the optimizer of the common weights: here it sets them to the mean.
+
+        Its gradient is (common weights - mean of the replicas' weights).
+        """
+        return _config_of(keras.optimizers.SGD(learning_rate=1.0))
+
+    def as_json(self) -> dict[str, Any]:
+        """What the record of a backup keeps of these settings."""
+        names = ("fragments", "overlap", "compression", "between", "elastic", "outer", "seconds")
+        return {"every": self.steps, **{name: getattr(self, name) for name in names}}
 
     # ------------------------------------------------------------ the schedule
 
@@ -106,8 +125,8 @@ class SyncSettings:
     def applied_after(self, step: int) -> int | None:
         """The fragment of which the exchanged values are applied after a step, or None."""
         for fragment in range(self.fragments):
-            end = (fragment + 1) * self.every // self.fragments
-            if step > 0 and (step - end) % self.every == 0:
+            end = (fragment + 1) * self.steps // self.fragments
+            if step > 0 and (step - end) % self.steps == 0:
                 return fragment
         return None
 
@@ -120,38 +139,116 @@ class SyncSettings:
         return next(due) - step
 
 
-_DEFAULTS = {
-    "outer_optimizer": None,
-    "sync_fragments": 1,
-    "sync_overlap": 0,
-    "sync_compression": None,
-    "sync_between": "replicas",
-    "sync_elastic": False,
+@dataclasses.dataclass(frozen=True)
+class DiLoCo(LocalSGD):
+    """DiLoCo, experimental: local SGD whose common weights have an optimizer of their own.
+
+        outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+        history = tfmw.fit(model, dataset, sync=tfmw.DiLoCo(every=100, outer_optimizer=outer))
+
+    The outer gradient is (common weights - mean of the replicas' weights) (Douillard et al.,
+    arXiv 2311.08105).
+
+    Args:
+        every, fragments, overlap, compression, between, elastic: as in `LocalSGD`.
+        outer_optimizer: a Keras optimizer, its name or its configuration. None: the one of the
+            paper, SGD with a rate of 0.7 and Nesterov momentum of 0.9.
+
+    Raises:
+        UsageError: a wrong value, or values that contradict each other.
+    """
+
+    outer_optimizer: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        optimizer = self.outer_optimizer
+        if optimizer is None:
+            optimizer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+        # A configuration can be compared, and sent to other processes.
+        object.__setattr__(self, "outer_optimizer", _config_of(optimizer))
+
+    @property
+    def outer(self) -> dict[str, Any]:
+        config: dict[str, Any] = self.outer_optimizer
+        return config
+
+
+def settings_of(arguments: FitArguments) -> LocalSGD | None:
+    """The settings of a call; None if it sums gradients in each step.
+
+    Raises:
+        UsageError: not settings, or settings that the other arguments contradict.
+    """
+    settings = arguments.sync
+    if settings is None:
+        return None
+    if not isinstance(settings, LocalSGD):
+        raise UsageError(
+            f"received sync={settings!r}: expected tfmw.LocalSGD(every=50), tfmw.DiLoCo(every=100) "
+            "or None."
+        )
+    if os.environ.get(ROUNDS):
+        settings = dataclasses.replace(settings, elastic=True)
+    if settings.seconds is not None and not settings.elastic:
+        raise UsageError(
+            f"received every={settings.every!r}: expected a whole number from 1 up. A time is for "
+            "workers that come and go: tfmw run --elastic, or elastic=True with fit(workers=)."
+        )
+    if arguments.gradient_compression is not None:
+        raise UsageError(
+            "received sync and gradient_compression: no gradients are sent then. Use "
+            'compression="int8" of sync.'
+        )
+    if arguments.shard_optimizer is True:
+        raise UsageError(
+            "received sync and shard_optimizer=True: each replica makes its own updates then. "
+            "Leave one of them out."
+        )
+    return settings
+
+
+_RETIRED = {
+    "sync_every": "every",
+    "outer_optimizer": "outer_optimizer",
+    "sync_fragments": "fragments",
+    "sync_overlap": "overlap",
+    "sync_compression": "compression",
+    "sync_between": "between",
+    "sync_elastic": "elastic",
 }
 
 
-def _number(name: str, value: Any, least: int) -> int:
+def refuse_retired(unknown: dict[str, Any]) -> None:
+    """Raises for arguments that `fit` does not have, with the line that replaces retired ones.
+
+    Raises:
+        UsageError: arguments that `sync=` has replaced.
+        TypeError: any other argument.
+    """
+    other = next((name for name in unknown if name not in _RETIRED), None)
+    if other is not None:
+        raise TypeError(f"fit() got an unexpected keyword argument {other!r}")
+    if unknown:
+        kind = "DiLoCo" if "outer_optimizer" in unknown else "LocalSGD"
+        given = {"every": 50} | {_RETIRED[name]: value for name, value in unknown.items()}
+        values = ", ".join(
+            f"{name}={'...' if name == 'outer_optimizer' else repr(value)}"
+            for name, value in given.items()
+        )
+        raise UsageError(
+            f"{', '.join(unknown)}: these arguments of fit are one value now, "
+            f"sync=tfmw.{kind}({values})."
+        )
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
     if not is_whole(value, least):
         raise UsageError(f"received {name}={value!r}: expected a whole number from {least} up.")
-    return value
-
-
-def _seconds(every: Any) -> float | None:
-    """Seconds between two rounds; None if `every` is a number of steps."""
-    if not isinstance(every, str | datetime.timedelta):
-        return None
-    seconds = Schedule(every).seconds
-    if not seconds:
-        raise UsageError(
-            f'received sync_every={every!r}: expected a number of steps, or a time such as "10 s".'
-        )
-    return seconds
 
 
 def _config_of(optimizer: Any) -> dict[str, Any]:
-    """The configuration of an optimizer; by default the one that sets weights to their mean."""
-    if optimizer is None:
-        optimizer = keras.optimizers.SGD(learning_rate=1.0)
+    """The configuration of an optimizer, its name or its configuration."""
     given = dict(optimizer) if isinstance(optimizer, dict) else optimizer  # Keras changes it
     try:
         config: dict[str, Any] = keras.optimizers.serialize(keras.optimizers.get(given))
@@ -160,16 +257,6 @@ def _config_of(optimizer: Any) -> dict[str, Any]:
             f"received outer_optimizer={optimizer!r}: expected one of keras.optimizers, such as "
             f"keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True) ({e})."
         ) from None
+    # Keras numbers the names of a process's optimizers; a resumed run has made others.
+    config["config"].pop("name", None)
     return config
-
-
-def checked(arguments: FitArguments) -> FitArguments:
-    """The arguments, with the outer optimizer as its configuration, which can be sent.
-
-    Raises:
-        UsageError: see `SyncSettings.of`.
-    """
-    settings = SyncSettings.of(arguments)
-    if settings is None or arguments.outer_optimizer is None:
-        return arguments
-    return dataclasses.replace(arguments, outer_optimizer=settings.outer)

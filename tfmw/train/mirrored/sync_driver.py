@@ -466,7 +466,7 @@ class SyncDriver:
         if self._on_own_step is not None:
             raise UsageError(
                 "a layer looks at the global batch, of which a replica that trains on its own has "
-                "a part: train without sync_every."
+                "a part: train without sync=."
             )
         self._note_gather()
         (gathered,) = self._reduction.transport([slices])
