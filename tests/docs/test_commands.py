@@ -101,6 +101,7 @@ RUN: dict[str, Here | Reason | str] = {
     r"tfmw run --workers [23] --ps [12] train.py": "tests/docs/test_readme.py::"
     "test_migration_from_parameter_server_scripts",
     "tfmw bench --workers 2 train.py:make_model_and_dataset": Here(),
+    "tfmw run train.py --workers 2": "tests/test_cli.py::test_misplaced_options_are_named",
     # recipes
     "python recipes/images.py --max_steps=5": Here(),
     "tfmw run --workers 2 recipes/images.py --epochs=4 --export_dir=build/images": Here(),

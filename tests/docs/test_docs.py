@@ -148,16 +148,22 @@ def test_a_named_object_exists(document, name):
     assert hasattr(found, attribute), f"{document}: {name}"
 
 
-def test_the_layers_are_those_that_lint_checks():
+def test_the_rooms_are_those_that_lint_checks():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (layers,) = [
+    (rooms,) = [
         contract["layers"]
         for contract in settings["tool"]["importlinter"]["contracts"]
-        if contract["type"] == "layers"
+        if contract["type"] == "layers" and contract["containers"] == ["tfmw"]
     ]
     (picture,) = re.findall(r"```text\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    shown = [re.split(r"  +", line)[0] for line in picture.splitlines()]
-    assert shown == [layer for layer in layers if layer != "__main__"]
+    lines = [line for line in picture.splitlines() if not line.startswith(" ")]
+    assert [re.split(r"  +", line)[0] for line in lines] == rooms[1:]  # without __main__
+    folders = {
+        name.rstrip("/") for line in picture.splitlines() for name in re.findall(r"\w+/", line)
+    }
+    assert {"mirrored", "hosts", "trackers"} <= folders
+    found = {path.parent.name for path in (ROOT / "tfmw").rglob("__init__.py")}
+    assert folders <= found
 
 
 def contributing_names():

@@ -41,7 +41,7 @@ _UNUSED_GROUP = 2**31 - 2  # strategies number their groups from 1
 
 _WAIT_S = 3600.0  # a chief may be busy; the coordination service reports a dead one
 
-_ALIKE_S = 5.0  # in which all tasks raise an error that they raise alike
+_ALIKE_S = 10.0  # in which all tasks raise an error that they raise alike
 
 _calls = 0  # of this process; equal on all tasks, as they make the same calls
 _errors = itertools.count()  # numbers the errors that tasks compare
