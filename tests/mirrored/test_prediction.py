@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -10,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
+from tests.helpers.threads import Exchange, in_threads
 from tfmw.train.mirrored import prediction
 
 STEPS = 40
@@ -79,3 +83,63 @@ def test_outputs_of_changing_width_are_those_of_keras() -> None:
     one.compile(steps_per_execution=2)
     found = tfmw.predict(one, dataset, verbose=0)
     assert found.to_list() == expected.to_list() == [[2, 0], [3, 4], [5, 6, 7], [8, 0, 0]]
+
+
+LONGEST = 64  # characters of a value that workers exchange as JSON
+
+
+@pytest.mark.parametrize("splits", [True, False], ids=["parts of batches", "whole batches"])
+@pytest.mark.parametrize("ends", [(50, 50, 50), (50, 49, 49), (3, 50, 0)], ids=str)
+def test_sizes_of_many_steps_are_not_sent_as_one_small_value(
+    splits: bool, ends: tuple[int, ...]
+) -> None:
+    """Example j of a step belongs to worker j mod 3, or the whole batch to one in turn."""
+    size = len(ends)
+    values, arrays = Exchange(size), Exchange(size)
+    steps: list[list[list[int]]] = []  # the examples of each worker
+    count = 0
+    for step in range(max(ends)):
+        batch = list(range(count, count + 1 + step % 8))
+        count += len(batch)
+        there = [rank for rank in range(size) if step < ends[rank]]
+        if splits and len(there) == size:
+            steps.append([batch[rank::size] for rank in range(size)])
+        else:
+            owner = there[step % len(there)]
+            steps.append([batch if rank == owner else [] for rank in range(size)])
+
+    def predictions(rank: int) -> Any:
+        from_all, gather = values.of(rank), arrays.of(rank)
+
+        def of_all(value: Any) -> list[Any]:
+            text = json.dumps(value)
+            if len(text) > LONGEST:
+                raise ValueError(f"{len(text)} characters")
+            return [json.loads(each) for each in from_all(text)]
+
+        def gather_between_steps(own: list[np.ndarray], cuts: Any, out: np.ndarray) -> None:
+            np.concatenate(gather(own[0]), out=out)
+
+        replicas: Any = SimpleNamespace(
+            group=SimpleNamespace(size=size, rank=rank, from_all=of_all),
+            transport=SimpleNamespace(
+                part_number=lambda rank: rank, gather_between_steps=gather_between_steps
+            ),
+            local=1,
+            count=size,
+        )
+        driver: Any = SimpleNamespace(
+            replicas=replicas,
+            splits=splits,
+            model=SimpleNamespace(run_eagerly=True),
+            errors_named=contextlib.nullcontext,
+        )
+        collected = prediction.Predictions(driver, iterator=None)
+        own = [step[rank] for step in steps[: ends[rank]]]
+        rows: list[Any] = [[len(part) if splits else [len(part)]] for part in own]
+        outputs = [[np.array(part, np.int64)] for part in own]
+        collected._calls = [(rows[:2], outputs[:2]), (rows[2:], outputs[2:])]
+        return collected.assembled()
+
+    for found in in_threads(size, predictions):
+        np.testing.assert_array_equal(found, np.arange(count))

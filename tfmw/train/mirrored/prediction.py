@@ -151,33 +151,36 @@ class Predictions:
         Args:
             of_last_call: only those of the last `extend`.
         """
-        group, replicas = self._replicas.group, self._replicas
+        replicas = self._replicas
         calls = self._calls[-1:] if of_last_call else self._calls
-        all_rows = group.from_all([of_step for rows, _ in calls for of_step in rows])
-        if not any(all_rows):
-            raise UsageError("the dataset is empty: expected at least one batch to predict.")
         outputs = [part for _, parts in calls for part in parts]
+        own = np.array([of_step for rows, _ in calls for of_step in rows], np.int64)
+        described = replicas.group.from_all([len(own), len(outputs[0]) if outputs else 0])
+        steps, widths = map(list, zip(*described, strict=True))
+        if not any(steps):
+            raise UsageError("the dataset is empty: expected at least one batch to predict.")
         with self._driver.errors_named():
+            all_rows = np.split(_all_rows(replicas, own), np.cumsum(steps)[:-1])
             leaves = [
                 _in_order(
                     replicas,
                     [part[leaf] for part in outputs],
                     _order(all_rows, replicas.local, None if self._driver.splits else leaf),
                 )
-                for leaf in range(max(group.from_all(len(outputs[0]) if outputs else 0)))
+                for leaf in range(max(widths))
             ]
         if self._structure is None:
             return leaves[0] if len(leaves) == 1 else leaves
         return tf.nest.pack_sequence_as(self._structure, leaves)
 
 
-def _order(all_rows: list[Rows], local: int, leaf: int | None) -> np.ndarray:
+def _order(all_rows: list[np.ndarray], local: int, leaf: int | None) -> np.ndarray:
     """The place of each example in the predictions of all workers, one worker after the other.
 
     Example j of a batch belongs to replica j mod R.
 
     Args:
-        all_rows: by worker.
+        all_rows: of each worker, int64 [steps, local] or [steps, local, leaves].
         local: replicas of each worker.
         leaf: of the outputs, if replicas have whole batches in turn, with rows for each of them.
 
@@ -185,11 +188,11 @@ def _order(all_rows: list[Rows], local: int, leaf: int | None) -> np.ndarray:
         int64 [examples], in the order of the dataset.
     """
     if leaf is not None:
-        all_rows = [[[n[leaf] for n in step] for step in rows] for rows in all_rows]
+        all_rows = [rows[..., leaf] for rows in all_rows]
     steps, replicas = max(map(len, all_rows)), len(all_rows) * local
     by_worker: np.ndarray = np.zeros([len(all_rows), steps, local], np.int64)
     for worker, rows in enumerate(all_rows):
-        by_worker[worker, : len(rows)] = np.reshape(rows, [-1, local])
+        by_worker[worker, : len(rows)] = rows
     # A piece: the rows of a step and replica. Where it begins in the predictions of all workers.
     begins = np.cumsum(by_worker).reshape(by_worker.shape) - by_worker
     begins, counts = (
@@ -221,7 +224,7 @@ def _in_order(replicas: Replicas, pieces: list[Any], order: np.ndarray) -> Any:
     Ragged and sparse pieces make a tensor of that kind. Dense ones whose shapes change from step
     to step make a ragged one, as in Keras.
     """
-    local_kinds = sorted({_kind(piece) for piece in pieces})
+    local_kinds = sorted({_kind(piece) for piece in pieces})[-2:]  # names of types are the last
     kinds = {kind for each in replicas.group.from_all(local_kinds) for kind in each}
     if "SparseTensor" in kinds:
         return gather_rows(_all_sparse(replicas, pieces), tf.constant(order, tf.int64))
