@@ -15,6 +15,7 @@ from tfmw.cluster.group import Group
 from tfmw.compat import runtime
 
 CALLS = 500
+LONG = "x" * (5 << 20)  # the coordination service refuses messages of more than 4 MB
 
 tfmw.init()
 group = Group.of(strategies.current_strategy())
@@ -34,7 +35,7 @@ def noted_delete(key: str) -> None:
 
 
 runtime.coordination_set, runtime.coordination_delete = noted_set, noted_delete
-right = True
+right = group.from_all(LONG) == [LONG] * group.size
 for call in range(CALLS):
     right &= group.from_chief(functools.partial(list, [call, group.rank])) == [call, 0]
     right &= group.from_all([call, group.rank]) == [[call, rank] for rank in range(group.size)]

@@ -6,7 +6,8 @@
 
 Values are JSON. They are sent through TensorFlow's coordination service, not through collectives. A
 call takes about a millisecond, and cannot interfere with the reductions of a step. All tasks must
-make the same calls in the same order.
+make the same calls in the same order. The chief collects and publishes what all tasks exchange, so
+that the others make as many calls in a group of any size.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from tfmw.compat import placement, runtime
 from tfmw.errors import UsageError
 from tfmw.observe.recorded_errors import ECHO
 
-# A message of the coordination service may have 4 MB; base64 adds a third.
-_PIECE = 2 << 20
+_PIECE = 3 << 20  # characters; a message of the coordination service may have 4 MB
+_BYTES = 2 << 20  # of arrays, in one piece; base64 adds a third
 
 # Number of calls that share a directory of keys. The first call of the next directory is a barrier:
 # after it all tasks have read the keys of the last directory, and the chief deletes it.
@@ -71,18 +72,37 @@ class Group:
             ],
         )
 
-    def _get(self, key: str, rank: int) -> Any:
-        """Waits for a key that task `rank` sets, and returns its value."""
-        task = self._tasks[rank] if rank != self.rank else None
+    def _set(self, key: str, text: str) -> None:
+        """Sets a key to ASCII of any length."""
+        first, *others = [text[begin : begin + _PIECE] for begin in range(0, len(text), _PIECE)]
+        for number, piece in enumerate(others):
+            runtime.coordination_set(f"{key}/piece_{number}", piece)
+        runtime.coordination_set(key, f"{len(others)} {first}")  # the last: others read it first
+
+    def _get(self, key: str, rank: int) -> str:
+        """Waits for a key that task `rank`, another one, sets, and returns its value."""
+
+        def get(key: str) -> str:
+            return runtime.coordination_get(key, _WAIT_S, self._tasks[rank], leaving.look)
+
         try:
-            return json.loads(runtime.coordination_get(key, _WAIT_S, task, leaving.look))
+            count, _, first = get(key).partition(" ")
+            return first + "".join(get(f"{key}/piece_{number}") for number in range(int(count)))
         except tf.errors.OpError as e:
             raise self.root_cause(e) from None
 
     def _exchange(self, key: str, value: Any) -> list[Any]:
         """Every task's value, in order of rank."""
-        runtime.coordination_set(f"{key}/{self.rank}", json.dumps(value))
-        return [self._get(f"{key}/{rank}", rank) for rank in range(self.size)]
+        text = json.dumps(value)
+        if self.is_chief:
+            others = [self._get(f"{key}/{rank}", rank) for rank in range(1, self.size)]
+            text = f"[{','.join([text, *others])}]"
+            self._set(key, text)
+        else:
+            self._set(f"{key}/{self.rank}", text)
+            text = self._get(key, rank=0)
+        values: list[Any] = json.loads(text)
+        return values
 
     def _next_key(self) -> str:
         """The key of this call; equal on all tasks."""
@@ -176,16 +196,16 @@ class Group:
         with leaving.shared_call():
             key = self._next_key()
             if not self.is_chief:
-                result = self._get(key, rank=0)
+                result = json.loads(self._get(key, rank=0))
                 if "error" in result:
                     raise UsageError(result["error"])
                 return result["value"]
             try:
                 text = json.dumps({"value": decide()})
             except UsageError as e:
-                runtime.coordination_set(key, json.dumps({"error": str(e)}))
+                self._set(key, json.dumps({"error": str(e)}))
                 raise
-            runtime.coordination_set(key, text)
+            self._set(key, text)
             return json.loads(text)["value"]
 
     def settled(self, name: str, decide: Callable[[], Any]) -> Any:
@@ -246,12 +266,12 @@ class Group:
         own = {name: tf.io.serialize_tensor(arrays[name]).numpy() for name in names}
 
         def piece(name: str, begin: int) -> str:
-            return base64.b64encode(own[name][begin : begin + _PIECE]).decode()
+            return base64.b64encode(own[name][begin : begin + _BYTES]).decode()
 
         found = {}
         described = self.from_chief(lambda: {n: (arrays[n].dtype.name, len(own[n])) for n in own})
         for name, (dtype, size) in described.items():
-            begins = range(0, size, _PIECE)
+            begins = range(0, size, _BYTES)
             pieces = [self.from_chief(functools.partial(piece, name, begin)) for begin in begins]
             data = b"".join(map(base64.b64decode, pieces))
             found[name] = tf.io.parse_tensor(data, tf.as_dtype(dtype)).numpy()
