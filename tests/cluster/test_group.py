@@ -7,10 +7,12 @@ import contextlib
 import itertools
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.helpers.threads import in_threads
 from tfmw.cluster import group, leaving
@@ -45,6 +47,9 @@ class Member(group.Group):
 
     def _next_key(self) -> str:
         return f"calls/{next(self._numbers)}"
+
+    def root_cause(self, found: Exception) -> Any:
+        return found
 
 
 @pytest.fixture
@@ -86,6 +91,45 @@ def test_values_may_be_longer_than_a_message(store: Store, monkeypatch: pytest.M
         return found
 
     assert in_threads(len(texts), work) == [[texts, texts, array.tolist()]] * len(texts)
+
+
+class Late:
+    """TensorFlow's context, with a chief that sets a value after hours, on the clock that passes.
+
+    Args:
+        lost_s: when the chief can no longer be reached.
+    """
+
+    def __init__(self, set_s: float, lost_s: float):
+        self.now_s, self._set_s, self._lost_s = 0.0, set_s, lost_s
+
+    def get_config_key_value(self, key: str, timeout_ms: int) -> str:
+        if self.now_s >= self._set_s:
+            return '0 {"value": 3}'
+        self.now_s += timeout_ms / 1000
+        raise tf.errors.DeadlineExceededError(None, None, "not set")
+
+    def check_collective_ops_peer_health(self, task: str, timeout_ms: int) -> None:
+        if self.now_s >= self._lost_s:
+            raise tf.errors.UnavailableError(None, None, f"{task} is lost")
+
+
+def wait_for(late: Late, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(runtime, "_context", SimpleNamespace(context=lambda: late))
+    monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=lambda: late.now_s))
+    return Member(1, 2).from_chief(lambda: None)
+
+
+def test_a_worker_waits_for_the_chief_as_long_as_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The chief may be in a callback that it alone runs: an evaluation, an upload."""
+    day_s = 86400.0
+    assert wait_for(Late(day_s, lost_s=2 * day_s), monkeypatch) == 3
+    late = Late(2 * day_s, lost_s=day_s)
+    with pytest.raises(tf.errors.UnavailableError, match="task:0 is lost"):
+        wait_for(late, monkeypatch)
+    assert day_s <= late.now_s < day_s + 60
 
 
 @pytest.mark.multiprocess

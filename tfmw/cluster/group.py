@@ -17,6 +17,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,8 +40,6 @@ _CALLS_PER_DIRECTORY = 64
 _ROOT_CAUSE_S = 2.0  # a task that fails reports its error before it exits
 _RESPONSE_S = 5.0
 _UNUSED_GROUP = 2**31 - 2  # strategies number their groups from 1
-
-_WAIT_S = 3600.0  # a chief may be busy; the coordination service reports a dead one
 
 _ALIKE_S = 10.0  # in which all tasks raise an error that they raise alike
 
@@ -80,10 +79,13 @@ class Group:
         runtime.coordination_set(key, f"{len(others)} {first}")  # the last: others read it first
 
     def _get(self, key: str, rank: int) -> str:
-        """Waits for a key that task `rank`, another one, sets, and returns its value."""
+        """Waits for a key that task `rank`, another one, sets, and returns its value.
+
+        It waits as long as that task is there, which may be in a callback of its own for hours.
+        """
 
         def get(key: str) -> str:
-            return runtime.coordination_get(key, _WAIT_S, self._tasks[rank], leaving.look)
+            return runtime.coordination_get(key, math.inf, self._tasks[rank], leaving.look)
 
         try:
             count, _, first = get(key).partition(" ")
