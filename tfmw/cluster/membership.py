@@ -23,7 +23,7 @@ from tfmw.cluster import addresses
 from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.handshake import token
 from tfmw.cluster.servers import ControlServer, ServerSettings
-from tfmw.errors import TfmwError
+from tfmw.errors import Preempted, TfmwError
 from tfmw.observe.recorded_errors import ECHO, is_secondary
 
 if TYPE_CHECKING:
@@ -139,8 +139,11 @@ def has_failed() -> bool:
 
 
 def require_usable() -> None:
-    """Raises TfmwError if the cluster of this process has ended with an earlier error."""
-    if _failed and _joined is not None:
+    """Raises TfmwError if the cluster of this process has ended with an earlier error.
+
+    A preempted run has saved its state on all tasks: who catches that may train again.
+    """
+    if _failed and _joined is not None and not _failed.startswith(f"{Preempted.__name__}:"):
         raise TfmwError(
             "the cluster has ended, as an earlier call failed on one task and not on all alike "
             f"({_failed}): start all tasks again, by hand or with tfmw run --max-restarts; with "

@@ -8,6 +8,7 @@ reset_slots(variable, rows)                    # as the optimizer made them
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -89,14 +90,24 @@ def _naming_variables(keras_build: Callable[..., None]) -> Callable[..., None]:
 
 
 def assign_rows(variable: Any, rows: tf.Tensor, values: tf.Tensor) -> None:
-    """Replaces rows, in place.
+    """Replaces rows, in place, by values that are equal on all replicas.
 
     Args:
         variable: a Keras variable [size, ...].
         rows: int64 [n], each at most once.
         values: [n, ...].
     """
-    native(variable).scatter_update(tf.IndexedSlices(values, rows))
+    with equal_on_all_replicas():
+        native(variable).scatter_update(tf.IndexedSlices(values, rows))
+
+
+def equal_on_all_replicas() -> contextlib.AbstractContextManager[None]:
+    """A context in which a step assigns values that its replicas have already agreed on.
+
+    Values of other variables that a step assigns are combined over replicas, or refused.
+    """
+    weight = current_weight()
+    return overridden([] if weight is None else [(weight, "watches", False)])
 
 
 def reset_slots(variable: Any, rows: tf.Tensor) -> None:

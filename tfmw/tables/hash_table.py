@@ -144,7 +144,8 @@ class Part:
             self._admit(ids, counts, now)
         else:
             self._admit_counted(self._candidates, ids, counts, now, oldest)
-        self._layer.step.assign(now)
+        with row_updates.equal_on_all_replicas():
+            self._layer.step.assign(now)
 
     def rows(self, ids: tf.Tensor) -> tf.Tensor:
         """int64 [n], the row in the whole of each id of these buckets; 0 for those without one."""

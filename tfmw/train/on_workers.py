@@ -238,7 +238,7 @@ def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict
     _apply(process)
     model = sent.model
     model = pickling.settled(model) if isinstance(model, keras.Model) else model()
-    if sent.backup is not None and sent.backup.backup_dir == _KEPT_BY_JOB:
+    if sent.backup is not None and os.path.basename(sent.backup.backup_dir) == _KEPT_BY_JOB:
         sent.backup.backup_dir = os.environ[agent.BACKUPS]
     opened: dict[str, tf.data.Dataset] = {}
     arguments = {
