@@ -31,5 +31,7 @@ def users_call(frame: FrameType | None) -> str:
         code = frame.f_code
         if not is_installed(code.co_filename):
             return f"{name} at {code.co_filename}:{frame.f_lineno}" if name else ""
-        name, frame = code.co_name, frame.f_back
+        if "<locals>" not in code.co_qualname:  # not a decorator's
+            name = code.co_name
+        frame = frame.f_back
     return ""
