@@ -40,7 +40,9 @@ def ring_of(strategy: tf.distribute.Strategy) -> AllReduce | None:
         return None
     if not _connected_once:
         _connected_once = True
-        _ring = _connect(joined)
+        _ring = connected = _connect(joined)
+        if connected is not None:  # a second ring ends with the call that has made it
+            joined.positions.append(lambda: None if connected.broken else connected.exchanges)
     if _ring is not None:
         _ring.timeout_s = joined.options.timeout_seconds
     return _ring
@@ -96,5 +98,4 @@ def _connect(joined: JoinedCluster) -> AllReduce | None:
             )
         return None
     joined.at_failure.append(connected.close)
-    joined.positions.append(lambda: None if connected.broken else connected.exchanges)
     return connected
