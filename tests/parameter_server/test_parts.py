@@ -182,10 +182,13 @@ def small_model(optimizer="sgd"):
 def test_steps_per_epoch_is_required():
     model, servers = small_model(), cast(Any, None)
     given = {"model": model, "x": np.zeros([4, 2]), "y": np.zeros(4)}
-    defaults = {n: p.default for n, p in inspect.signature(tfmw.fit).parameters.items()}
+    parameters = inspect.signature(tfmw.fit).parameters.items()
+    defaults = {n: p.default for n, p in parameters if p.kind is not p.VAR_KEYWORD}
     context = FitContext.of(model, tf.distribute.get_strategy(), "fit")
     with pytest.raises(UsageError, match=r"steps_per_epoch was not given.*examples // batch_size"):
-        ParameterServerTraining(context, FitArguments(**{**defaults, **given}), servers, None)
+        ParameterServerTraining(
+            context, FitArguments(**{**defaults, **given}, given=frozenset(given)), servers, None
+        )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfmw
 from tfmw.storage import directories
 
-module: Any = importlib.import_module("tfmw.export")
+module: Any = importlib.import_module("tfmw.train.saved_model")
 path, when = sys.argv[1:]
 
 

@@ -270,10 +270,15 @@ def deterministic(
         read_ahead: whether a batch may be read before it is asked for.
         tuned: see `untuned`.
     """
+    dataset = in_order(dataset)
+    return prefetched(dataset if tuned else untuned(dataset), read_ahead)
+
+
+def in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The dataset with a deterministic order of parallel transformations."""
     options = tf.data.Options()
     options.deterministic = True
-    dataset = dataset.with_options(options)
-    return prefetched(dataset if tuned else untuned(dataset), read_ahead)
+    return dataset.with_options(options)
 
 
 def prefetched(dataset: tf.data.Dataset, read_ahead: bool) -> tf.data.Dataset:

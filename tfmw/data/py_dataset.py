@@ -59,9 +59,10 @@ class OrderedPyDataset(keras.utils.PyDataset):
         if self._begun:
             return batches(index)
         before = random_state()
-        self.looked_at.append(batches(index))
+        batch = batches(index)  # threads may read at the same time
+        self.looked_at.append(batch)
         self._draws |= random_state() != before
-        return self.looked_at[-1]
+        return batch
 
     @property
     def draws_in_any_order(self) -> bool:

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfmw.compat import datasets, rebuilding, shuffles
 from tfmw.compat.shuffles import ShuffleSeeds
-from tfmw.data.batches import beneath, deterministic, input_of, steps_in, without_autograph
+from tfmw.data.batches import beneath, in_order, input_of, steps_in, without_autograph
 from tfmw.data.by_index import element_at, has_index, peeled
 from tfmw.data.order import ordered
 from tfmw.data.record_files import FileRecords
@@ -237,7 +237,7 @@ class _Rest:
             elements = elements.map(without_autograph(lambda index: element_at(source, index)))
         for function in maps:
             elements = rebuilding.rebuilt(function, elements)
-        return deterministic(elements, read_ahead=False)
+        return in_order(elements)
 
     def _pass_of(self, shuffle: tf.data.Dataset | None) -> Callable[[], list[int] | None]:
         """A function that returns the seeds of a shuffle's pass, once it has begun."""

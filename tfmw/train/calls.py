@@ -140,7 +140,7 @@ def fit(
             f"received on={on!r} without a number of processes: add workers=, such as workers=2."
         )
     if export_dir is not None:
-        export_dir = check_path(export_dir)
+        arguments = dataclasses.replace(arguments, export_dir=check_path(export_dir))
     if seed is not None:
         keras.utils.set_random_seed(seed)
         tf.config.experimental.enable_op_determinism()
