@@ -5,7 +5,7 @@
 A position in a pipeline is turned into positions in its sources: `batch` multiplies it, `map` and
 `prefetch` keep it, `repeat` divides it by the length of its input. Sources with an index begin
 there; files of records get one, see `record_files`. The order of a shuffle over such a source is
-computed, see `keras_compat.shuffles`. What has no index skips, as far down in the pipeline as
+computed, see `compat.shuffles`. What has no index skips, as far down in the pipeline as
 possible.
 """
 

@@ -1,7 +1,7 @@
 """fit, evaluate and predict: as Keras's methods of the same names, on every replica of a cluster.
 
 Read `fit` top to bottom: check the arguments, choose the strategy, shard the data, restore, train,
-export. The loop over epochs is in `training/loop.py`, steps are in `mirrored/` and
+export. The loop over epochs is in `loop.py`, steps are in `mirrored/` and
 `parameter_server/`.
 """
 
