@@ -74,8 +74,8 @@ test: $(DEV)
 	@$(if $(JAVA),,echo "$(NO_JAVA)")
 	@$(PYTEST) -m "not long and not thorough$(if $(MISSING), and $(MISSING))"
 
-# More cases of the kinds that make test has examples of. CI runs a quarter of them, another one for each
-# commit: PART=4, by the commit or by the SEED that a run has printed.
+# More cases of the kinds that make test has examples of. CI runs an eighth of them, another one for each
+# commit: PART=8, by the commit or by the SEED that a run has printed.
 test-thorough: $(DEV)
 	@$(if $(PART),TFMW_TEST_PART=$(PART)) $(if $(SEED),TFMW_TEST_SEED=$(SEED)) $(PYTEST) -m "thorough and not long$(if $(MISSING), and $(MISSING))"
 
