@@ -1017,6 +1017,24 @@ def a_fit_that_calls_tfmw(trainer: Any) -> Any:
     return [first, trainer.fit(model, X, Y, **options).history]
 
 
+def tasks_of_keras_hub(trainer: Any) -> Any:
+    """On raw data, which the tasks' own methods prepare."""
+    from tests.helpers import hub_tasks  # takes seconds to import
+
+    out = {}
+    for task in hub_tasks.TASKS:
+        model, data = task()
+        few = tuple(part[:4] for part in data)
+        options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "epochs": 2}
+        out[task.__name__] = {
+            "history": trainer.fit(model, *data, validation_data=few, **options).history,
+            "evaluate": trainer.evaluate(model, *data, batch_size=BATCH, return_dict=True),
+            "predict": as_lists(trainer.predict(model, data[0], batch_size=BATCH)),
+            "weights": [w.tolist() for w in model.get_weights()],
+        }
+    return out
+
+
 SCENARIOS: list[Callable[[Any], Any]] = [
     a_trained_layer,
     sparse_inputs,
@@ -1053,6 +1071,7 @@ SCENARIOS: list[Callable[[Any], Any]] = [
     a_fit_of_several_trainings,
     a_fit_that_calls_tfmw,
     logs_computed_from_logs,
+    tasks_of_keras_hub,
 ]
 
 

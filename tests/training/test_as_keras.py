@@ -111,12 +111,14 @@ SCENARIOS = [
     "logs_computed_from_logs",
     "predictions_without_one_shape",
     "pipelines_that_keep_something",
+    "tasks_of_keras_hub",
 ]
 ON_DEVICES = [
     "replicas_keep_seeds_of_their_own",
     "methods_of_the_class",
     "a_fit_of_several_trainings",
     "logs_computed_from_logs",
+    "tasks_of_keras_hub",
 ]
 SCENARIOS_TOO = [
     "order_resumed_within_an_epoch",
