@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.cluster import ONE_THREAD
+from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.slurm import OneMachine
 
 
@@ -23,10 +24,16 @@ def fit_on_two_workers() -> tuple[Any, Any]:
         return training.fit("local")
 
 
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachine]:
-    """A Slurm of this machine, whose commands this process finds."""
-    with OneMachine(tmp_path_factory.mktemp("slurm")) as one, pytest.MonkeyPatch.context() as patch:
+@pytest.fixture(
+    scope="module",
+    params=["commands", pytest.param("daemons", marks=[pytest.mark.slurm, pytest.mark.long])],
+)
+def slurm(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OneMachine]:
+    """A Slurm of this machine, or its commands alone, which this process finds."""
+    made = FakeSlurm if request.param == "commands" else OneMachine
+    with made(tmp_path_factory.mktemp("slurm")) as one, pytest.MonkeyPatch.context() as patch:
         for name, value in one.env.items():
             patch.setitem(os.environ, name, value)
         yield one

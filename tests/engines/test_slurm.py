@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm of this machine: two nodes, one task on each."""
+"""Jobs on Slurm: two nodes, one task on each; `make test-long` has the real daemons."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tfmw.launcher.engines.slurm import SlurmTasks
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.remote.messages import Setup
 
-pytestmark = [pytest.mark.slurm, pytest.mark.multiprocess]
+pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope="module")
