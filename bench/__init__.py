@@ -1,1 +1,1 @@
-"""Benchmarks: each says in its docstring what it measures and how it is started."""
+"""Benchmarks; the docstring of each says what it measures and how to start it."""

@@ -1,9 +1,10 @@
-"""All goals of speed and memory, each with what was measured, from one run: `make bench`.
+"""All goals of speed and memory, each with the measured value, from one run: `make bench`.
 
     python -m bench [--all] [--rounds 1] [--out build/bench]
 
 A ratio without a goal is measured by `--all`, which takes an hour, and adds all figures to
-`bench/history.csv`, under the commit. What is slower than at the last commits is named at the end.
+`bench/history.csv`, under the commit. The end names each figure that is slower than at the last
+commits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from bench.figures import Figure, commit, markdown, record, slower
 
 
 def main() -> None:
-    """Measures all, prints the tables and keeps them, each as soon as it is there."""
+    """Measures all, prints the tables and keeps them, each as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--all", action="store_true", help="those without a goal, too")
     parser.add_argument("--rounds", type=int, default=1)

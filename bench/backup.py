@@ -1,12 +1,12 @@
-"""What backing up costs: stall per backup, time to write, share of the training time.
+"""Cost of backups: stall per backup, time to write, share of the training time.
 
     python bench/backup.py [--seconds 30] [--every 10] [--pairs 2]
 
 One process trains an MLP of 25 million parameters with Adam (300 MB of state) in one call of fit.
-The first backup takes the memory that all others use again, and is told apart. Then stretches with
-backups and stretches without alternate, so that both see the same machine; the cost is the ratio of
-their times per step. Processor time is told too: on a machine that others use, it is the figure to
-trust.
+The first backup allocates the memory that all others reuse, and is reported apart. Then stretches
+with backups and stretches without alternate, so that both see the same machine; the cost is the
+ratio of their times per step. Processor time is reported too: on a machine that others use, it is
+the figure to trust.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ def main() -> None:
 
 
 class Switch:
-    """Which stretch of the training this is, and how long its steps took.
+    """Stretches of the training, with and without backups in turns, and their times per step.
 
     Args:
-        seconds: of a stretch.
-        stretches: with backups and without, in turns.
-        warm_up: seconds before the first.
+        seconds: duration of a stretch.
+        stretches: number of stretches, with backups and without in turns.
+        warm_up: seconds before the first stretch.
     """
 
     def __init__(self, seconds: float, stretches: int, warm_up: float):
@@ -122,7 +122,7 @@ class Switch:
         return self._number >= self._stretches
 
     def step(self) -> None:
-        """Notes that a step was made."""
+        """Records that a step is complete."""
         now = time.perf_counter()
         if self._number >= 0:
             self._all[self.with_backups].append(now - self._last)
@@ -159,7 +159,7 @@ class Switch:
             print(f"{what:32}{value}")
 
     def _cpu(self, with_backups: bool) -> float:
-        """Processor seconds of this process per step: other processes change them little."""
+        """Processor seconds of this process per step, which other processes change little."""
         return statistics.mean(cpu for on, _, cpu in self._done if on == with_backups)
 
 

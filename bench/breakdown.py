@@ -1,4 +1,4 @@
-"""Where the processor time of a step goes: alone, with peers, and with parts of it left out.
+"""Processor time of a step by part: of one worker alone, with peers, and without some parts.
 
     python -m bench.breakdown [--work mlp] [--epochs 8] [--only alone two]
 
@@ -30,7 +30,7 @@ from bench.contenders import WARM_UP
 from bench.steps import start
 from bench.works import WORKS, batches, keras_network
 
-# Setting -> (processes, whether each trains for itself, arguments of fit, what is left out).
+# Setting -> (processes, whether each trains for itself, arguments of fit, without reductions).
 SETTINGS: dict[str, tuple[int, bool, dict[str, Any], bool]] = {
     "alone": (1, True, {}, False),
     "both alone": (2, True, {}, False),
@@ -53,7 +53,7 @@ FILES = {
 
 
 class _Meter:
-    """Counters at the ends of epochs, and what the ring took."""
+    """Counters at the ends of epochs, and the processor time of the ring."""
 
     def __init__(self) -> None:
         self.rows: list[list[float]] = []
@@ -74,7 +74,7 @@ class _Meter:
 
     @contextlib.contextmanager
     def of_ring(self) -> Iterator[None]:
-        """Counts exchanges, their processor time and how long they wait for neighbours."""
+        """Counts ring operations, their processor time and how long they wait for neighbours."""
         from tfmw.train.mirrored.collectives.ring import Ring
 
         turn, wait = Ring._turn, Ring._wait
@@ -101,7 +101,7 @@ class _Meter:
 
 
 class _Samples:
-    """What `perf` sees of this process between two calls."""
+    """Samples by `perf` of this process between two calls."""
 
     def __init__(self) -> None:
         self._perf: subprocess.Popen[bytes] | None = None
@@ -114,7 +114,7 @@ class _Samples:
             self._perf = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def milliseconds(self) -> dict[str, float]:
-        """By kind of code; empty without perf."""
+        """Milliseconds by kind of code; empty without perf."""
         if self._perf is None:
             return {}
         self._perf.send_signal(signal.SIGINT)

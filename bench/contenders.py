@@ -2,8 +2,9 @@
 
     python -m bench.contenders CONTENDER WORK EPOCHS
 
-Who it is, it learns from TF_CONFIG (TensorFlow) and RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-(PyTorch). Rank 0 prints one JSON line: the seconds of a step, for each epoch but the first two.
+The worker reads its rank from TF_CONFIG (TensorFlow) or from RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT (PyTorch). Rank 0 prints one JSON line: the seconds of a step, for each epoch but the
+first two.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _fit(
 
 
 def tfmw(name: str, epochs: int, xla: bool = False, **options: Any) -> list[float]:
-    """tfmw.fit with its defaults."""
+    """Trains by tfmw.fit with its defaults."""
     import keras
 
     import tfmw
@@ -68,7 +69,7 @@ def tfmw(name: str, epochs: int, xla: bool = False, **options: Any) -> list[floa
 
 
 def alone(name: str, epochs: int) -> list[float]:
-    """tfmw.fit of each worker for itself, with its own part of the batch."""
+    """Trains by tfmw.fit, each worker for itself with its own share of the batch."""
     import keras
 
     import tfmw
@@ -79,27 +80,27 @@ def alone(name: str, epochs: int) -> list[float]:
 
 
 def tfmw_bf16(name: str, epochs: int) -> list[float]:
-    """tfmw.fit whose gradients travel as bfloat16."""
+    """Trains by tfmw.fit with bfloat16 as the wire dtype of gradients."""
     return tfmw(name, epochs, gradient_compression="bf16")
 
 
 def tfmw_fp16(name: str, epochs: int) -> list[float]:
-    """tfmw.fit whose gradients travel as float16."""
+    """Trains by tfmw.fit with float16 as the wire dtype of gradients."""
     return tfmw(name, epochs, gradient_compression="fp16")
 
 
 def tfmw_xla(name: str, epochs: int) -> list[float]:
-    """tfmw.fit of a model compiled by XLA."""
+    """Trains by tfmw.fit with a model compiled by XLA."""
     return tfmw(name, epochs, xla=True)
 
 
 def tfmw_xla_fp16(name: str, epochs: int) -> list[float]:
-    """Both: compiled by XLA, and gradients travel as float16."""
+    """Trains by tfmw.fit with a model compiled by XLA and float16 as the wire dtype."""
     return tfmw(name, epochs, xla=True, gradient_compression="fp16")
 
 
 def stock_fit(name: str, epochs: int) -> list[float]:
-    """Keras 3's own fit, in one process."""
+    """Trains by Keras 3's own fit, in one process."""
     import keras
 
     return _fit(keras_network(name, keras).fit, keras, name, epochs)
@@ -115,7 +116,7 @@ def _multi_worker() -> Any:
 
 
 def legacy_fit(name: str, epochs: int) -> list[float]:
-    """Fit of tf_keras with MultiWorkerMirroredStrategy: today's official way."""
+    """Trains by fit of tf_keras with MultiWorkerMirroredStrategy: today's official way."""
     import tf_keras
 
     with _multi_worker().scope():
@@ -147,7 +148,7 @@ def hand_loop(name: str, epochs: int) -> list[float]:
 
 
 def ddp(name: str, epochs: int, hook: str = "") -> list[float]:
-    """PyTorch DistributedDataParallel with gloo."""
+    """Trains by PyTorch's DistributedDataParallel with gloo."""
     import torch
     from torch import distributed
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -181,7 +182,7 @@ def ddp(name: str, epochs: int, hook: str = "") -> list[float]:
 
 
 def ddp_16_bit(name: str, epochs: int) -> list[float]:
-    """The same with PyTorch's own hook that sends gradients as float16."""
+    """Trains by PyTorch's DDP with its own hook that sends gradients as float16."""
     return ddp(name, epochs, "fp16_compress_hook")
 
 
@@ -195,7 +196,7 @@ CONTENDERS: dict[str, Callable[[str, int], list[float]]] = {
 
 if __name__ == "__main__":
     contender, work_name, number = sys.argv[1:]
-    # One core per worker, so that a worker more is a core more.
+    # One core per worker, so that each further worker brings a core.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[RANK % len(cores)]})
     seconds = CONTENDERS[contender](work_name, int(number))

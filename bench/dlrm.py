@@ -2,14 +2,14 @@
 
     tfmw run --workers 2 --ps 2 bench/dlrm.py [--rounds=3] [--seconds=10] [--torch-python PYTHON]
 
-A network as of Naumov et al., "Deep Learning Recommendation Model" (arXiv 1906.00091): 13 numbers
-and 26 ids of an example, ids drawn by Zipf's law, their embeddings' dot products, Adagrad. Beside
-tfmw, with tables divided over the servers, rows and gradients sent as they are or as bfloat16: a
-loop over TensorFlow's ClusterCoordinator, as its tutorial has it, with legacy Keras's layers and
-optimizer; the same loop with gathers and updates of rows written by hand; Keras's own `fit` on one
-process; and two processes of PyTorch with sparse gradients over gloo, where --torch-python has
-torch. All in turns in the same run; the last lines are ratios of medians. Every contender has the
-same batches of 512 examples per worker.
+The network follows Naumov et al., "Deep Learning Recommendation Model" (arXiv 1906.00091): 13
+numbers and 26 ids per example, ids drawn by Zipf's law, dot products of their embeddings, Adagrad.
+tfmw divides the tables over the servers, and sends rows and gradients as they are or as bfloat16.
+The other contenders are: a loop over TensorFlow's ClusterCoordinator, as its tutorial has it, with
+legacy Keras's layers and optimizer; the same loop with gathers and updates of rows written by hand;
+Keras's own `fit` in one process; and, if --torch-python has torch, two processes of PyTorch with
+sparse gradients over gloo. All of them run in turns in the same run; the last lines are ratios of
+medians. Every contender has the same batches of 512 examples per worker.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     assert servers is not None, "start it with --ps"
     workers = len(servers.cluster.workers)
     makers: dict[str, Callable[[], Measure]] = {
-        # Before there are servers for tables, its model is an ordinary one.
+        # Before there are servers for tables, the model of this contender is an ordinary one.
         "Keras, one process": lambda: alone(options.rows),
         "loop by hand": lambda: by_hand(servers, options.rows),
         "plain loop": lambda: plain_loop(servers, options.rows),
@@ -88,13 +88,13 @@ def examples(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     count = BATCH * BATCHES
     popular = np.minimum(rng.zipf(1.2, (count, TABLES)) - 1, rows - 1)
-    ids = popular * 7919 % rows  # popular rows are all over the table
+    ids = popular * 7919 % rows  # spreads popular rows over the whole table
     dense = rng.normal(size=(count, DENSE)).astype(np.float32)
     return dense, ids, (ids.sum(axis=1, keepdims=True) % 2).astype(np.float32)
 
 
 def dataset(rows: int) -> Any:
-    """Batches ((numbers, ids), labels) for ever; cut beforehand, as reading is not measured."""
+    """Endless batches ((numbers, ids), labels), cut in advance, as reading is not measured."""
     import tensorflow as tf
 
     dense, ids, labels = (a.reshape(BATCHES, BATCH, -1) for a in examples(rows))
@@ -122,7 +122,7 @@ def network(library: Any, rows: int) -> Any:
 
 
 def ours(rows: int, **travel: Any) -> Measure:
-    """tfmw.fit's driver, as fit calls it: metrics, callbacks' logs and exact counts included.
+    """Trains by tfmw.fit's driver, as fit calls it, with metrics, logs and exact counts.
 
     Args:
         travel: how rows travel; see `tfmw.strategies.parameter_server`.
@@ -150,7 +150,7 @@ def ours(rows: int, **travel: Any) -> Measure:
 
 
 def plain_loop(servers: Any, rows: int) -> Measure:
-    """The tutorial's: the model in the strategy's scope, steps scheduled on the workers."""
+    """Trains as the tutorial does: model in the strategy's scope, steps scheduled on workers."""
     import tensorflow as tf
     import tf_keras
 
@@ -169,7 +169,7 @@ def plain_loop(servers: Any, rows: int) -> Measure:
 
 
 def by_hand(servers: Any, rows: int) -> Measure:
-    """As the plain loop, with the rows' gathers and Adagrad in TensorFlow's ops."""
+    """Trains as the plain loop does, with row gathers and Adagrad written in TensorFlow's ops."""
     import tensorflow as tf
 
     rng = np.random.default_rng(1)
@@ -231,7 +231,7 @@ def by_hand(servers: Any, rows: int) -> Measure:
 
 
 def alone(rows: int) -> Measure:
-    """Keras's fit, in this process."""
+    """Trains by Keras's fit, in this process."""
     import keras
 
     model = network(keras, rows)
@@ -285,7 +285,7 @@ def _measured(epoch: Callable[[int], float]) -> Measure:
 
 
 def torch_processes(python: str, workers: int, rows: int) -> Measure:
-    """Starts the processes anew for each measurement; rank 0 prints its batches per second."""
+    """Starts PyTorch's processes for each measurement; rank 0 prints its batches per second."""
 
     def measure(seconds: float) -> float:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -311,7 +311,7 @@ def torch_processes(python: str, workers: int, rows: int) -> Measure:
 
 
 def torch_worker(rank: int, rows: int, seconds: float) -> None:
-    """One process: DistributedDataParallel, the tables' gradients sparse."""
+    """Trains in one process by DistributedDataParallel, with sparse gradients of the tables."""
     import torch
     from torch import nn
 

@@ -1,9 +1,10 @@
 """Ids that come and go, against an exact cache: `python bench/dynamic_ids.py --draws 50_000_000`.
 
-Draws ids, half from a Zipf distribution over ids whose number grows, half from one over the newest
-ids first, which nobody has seen before. A `HashTableEmbedding` sees them batch by batch, and so
-does an exact reference: as many rows, given to the ids that were used last, and counts of all ids
-ever seen. Prints how many draws find a row of their own in each, and what memory the layer takes.
+Draws ids: half from a Zipf distribution over a growing number of ids, half from one that prefers
+the newest ids, which were never seen before. A `HashTableEmbedding` sees them batch by batch, and
+so does an exact reference: a cache of as many rows that evicts the least recently used id, with
+counts of all ids ever seen. Prints how many draws find a row of their own in each, and the memory
+of the layer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tensorflow as tf
 import tfmw
 
 EXPONENT = 1.05
-AT_FIRST = 1_000_000  # ids that there are in the beginning
+AT_FIRST = 1_000_000  # number of ids at the beginning
 
 
 def zipf(random: np.random.Generator, count: int, ids: int) -> np.ndarray:
@@ -34,7 +35,7 @@ def zipf(random: np.random.Generator, count: int, ids: int) -> np.ndarray:
 
 
 def draw(random: np.random.Generator, count: int, before: int) -> np.ndarray:
-    """The ids of a batch, after `before` draws: even ones of old, odd ones the newest first."""
+    """Ids of a batch after `before` draws: old ones at even places, new ones at odd places."""
     ids = AT_FIRST + before // 2
     half = count // 2
     known: np.ndarray = zipf(random, half, ids) * 2
@@ -43,11 +44,11 @@ def draw(random: np.random.Generator, count: int, before: int) -> np.ndarray:
 
 
 class Exact:
-    """Gives rows to ids seen `min_count` times, and takes them from the one used longest ago.
+    """A cache that gives rows to ids seen `min_count` times, and evicts the least recently used.
 
     Args:
-        rows: how many there are.
-        ids: more than the largest id.
+        rows: number of rows.
+        ids: upper bound of the ids, exclusive.
     """
 
     def __init__(self, rows: int, min_count: int, ids: int):
@@ -58,7 +59,7 @@ class Exact:
         self._has_row: np.ndarray = np.zeros(ids, bool)
 
     def step(self, ids: np.ndarray) -> int:
-        """Sees a batch; returns how many of its ids had a row before."""
+        """Processes a batch; returns how many of its ids had a row before."""
         hits = int(self._has_row[ids].sum())
         distinct, counts = np.unique(ids, return_counts=True)
         has_row = self._has_row[distinct]
@@ -77,7 +78,7 @@ class Exact:
 
 
 def resident_mb() -> float:
-    """The most memory that this process has had so far."""
+    """Peak memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
@@ -115,7 +116,7 @@ def main() -> None:
         drawn += options.batch
         if step % max(1, steps // 10) == 0 or step == steps:
             compared = ""
-            if expected:  # in the first batch nobody has a row
+            if expected:  # no id has a row in the first batch
                 off = 100 * (hits / expected - 1)
                 compared = f"exact {expected / drawn:.4f} | {off:+.2f} % | "
             print(

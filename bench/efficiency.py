@@ -4,7 +4,7 @@
 
 Two workers of this machine are measured, as `tfmw bench` does, over TCP. bench/forecast.py then
 predicts the step of more workers, each on a machine of its own, for four networks: a link of 0.1,
-1, 10 and 100 Gbit/s for each worker, where it is slower than what the two reach here. For the two
+1, 10 and 100 Gbit/s for each worker, if it is slower than the link of the two here. For the two
 slowest, it also predicts rounds: every=100 and compression="int8" of `tfmw.LocalSGD`.
 """
 
@@ -24,17 +24,17 @@ STEPS = 6
 
 
 def cnn() -> Any:
-    """The CNN of TensorFlow's multi-worker tutorial."""
+    """Builds the CNN of TensorFlow's multi-worker tutorial."""
     return _made("cnn")
 
 
 def mlp() -> Any:
-    """25M parameters, and Adam."""
+    """Builds an MLP of 25M parameters, with Adam."""
     return _made("mlp")
 
 
 def transformer() -> Any:
-    """Four layers, and Adam."""
+    """Builds a transformer of four layers, with Adam."""
     return _made("transformer")
 
 
@@ -49,7 +49,7 @@ def _made(name: str) -> Any:
 
 
 def _lines(cost: Forecast) -> list[tuple[str, int, list[float]]]:
-    """(label, number of the network, efficiency on each of MANY workers); rounds follow theirs."""
+    """(label, number of the network, efficiency on each of MANY workers); rounds come last."""
     found = []
     for number, (gbits, latency) in enumerate(NETWORKS.items()):
         there = [cost.on(n, bandwidth=payload(gbits * 1e9), latency=latency) for n in MANY]
@@ -63,7 +63,7 @@ def _lines(cost: Forecast) -> list[tuple[str, int, list[float]]]:
 
 
 def table(costs: dict[str, Forecast]) -> str:
-    """Markdown: a line for each work and network."""
+    """Table in Markdown: a line for each work and network."""
     lines = [f"| work | network | {' | '.join(f'{n:,}' for n in MANY)} |"]
     lines.append("| --- | --- |" + " --- |" * len(MANY))
     for name, cost in costs.items():

@@ -1,4 +1,4 @@
-"""What the benchmarks found, row by row, and how it was at earlier commits: `bench/history.csv`."""
+"""Results of the benchmarks, row by row, also at earlier commits: `bench/history.csv`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 HISTORY = Path(__file__).with_name("history.csv")
 COLUMNS = ("commit", "row", "figure")
 SLOWER = 1.15  # two runs of the same code differ by up to a tenth
-EARLIER = 5  # commits whose median a figure is compared with
+EARLIER = 5  # number of commits whose median a figure is compared with
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A ratio, or a number of seconds where the name of the row says so; less is better."""
+    """A ratio, or seconds if the name of the row says so; less is better."""
 
     row: str
     value: float
@@ -25,7 +25,7 @@ class Figure:
 
     @property
     def cells(self) -> list[str]:
-        """Of a table."""
+        """Cells of this figure's row in a table."""
         return [self.row, f"{self.value:.2f}", "" if self.goal is None else f"{self.goal:g}"]
 
 
@@ -36,7 +36,7 @@ def markdown(title: str, figures: Sequence[Figure]) -> str:
 
 
 def commit() -> str:
-    """The short hash of what is measured, with a plus where files differ from it."""
+    """Short hash of the measured commit, with a plus if files differ from it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(HISTORY.parent), *arguments]
@@ -47,7 +47,7 @@ def commit() -> str:
 
 
 def history(path: Path = HISTORY) -> list[tuple[str, str, float]]:
-    """(commit, row, figure), oldest first; none without a file."""
+    """(commit, row, figure), oldest first; empty without a file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -55,7 +55,7 @@ def history(path: Path = HISTORY) -> list[tuple[str, str, float]]:
 
 
 def slower(figures: Sequence[Figure], path: Path = HISTORY) -> list[str]:
-    """A sentence on each figure that is above the median of its last commits."""
+    """A sentence on each figure that exceeds the median of its last commits."""
     found, past = [], history(path)
     for figure in figures:
         before = [value for _, row, value in past if row == figure.row][-EARLIER:]
@@ -66,7 +66,7 @@ def slower(figures: Sequence[Figure], path: Path = HISTORY) -> list[str]:
 
 
 def record(figures: Sequence[Figure], name: str, path: Path = HISTORY) -> None:
-    """Adds the figures of a commit to the history; those that it has of the commit are replaced."""
+    """Adds the figures of a commit to the history, in place of those that it has of the commit."""
     new = [(name, figure.row, figure.value) for figure in figures]
     again = {row for _, row, _ in new}
     kept = [each for each in history(path) if each[0] != name or each[1] not in again]

@@ -8,18 +8,18 @@
 
 The second line is a ring all-reduce between M machines (Patarasuk and Yuan, Bandwidth Optimal
 All-reduce Algorithms for Clusters of Workstations, 2009): 2 (M - 1) messages of bytes / M each, and
-as many again for each pack of gradients (`sums`). With several workers on each machine there is
+as many again for each bucket of gradients (`sums`). With several workers on each machine there is
 another one among those, at the speed of memory; with one worker on each, M is N.
 
 Gradients travel while earlier layers are still computed, at most for the `window` that this takes;
 the last ones cannot, and that part of network(N), `tail`, is as measured. An update that workers
-shard takes 1/N of its time. `overhead` is what a step costs beside other workers, before anything
-is sent: one worker alone, with its part of the batch, takes compute + update(1) + input.
+shard takes 1/N of its time. `overhead` is the extra time of a step among several workers before
+anything is sent. One worker alone, with its shard of the batch, takes compute + update(1) + input.
 
 All of these are measured with the user's model on the user's machines. Assumptions: each worker
 keeps its batch (the global batch grows with N); workers are alike; each machine has its own link,
-and switches have enough bandwidth for all links; the number of packs is as measured; the slowest of
-N workers is as fast as the mean.
+and switches have enough bandwidth for all links; the number of buckets is as measured; the slowest
+of N workers is as fast as the mean.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ MESSAGES = 50
 GRADIENTS = ("gradients", "gather")
 WEIGHTS = "weights"
 
-# Of a full Ethernet frame: 1,500 bytes, less headers of IPv4 (20) and of TCP with timestamps (32),
-# after a header of 14 (IEEE 802.3, RFC 791, RFC 9293, RFC 7323).
+# Share of the payload in a full Ethernet frame. It has 1,500 bytes, less headers of IPv4 (20) and
+# of TCP with timestamps (32), after a header of 14. See IEEE 802.3, RFC 791, RFC 9293, RFC 7323.
 _PAYLOAD = (1500 - 20 - 32) / (1500 + 14)
 
 
@@ -96,7 +96,7 @@ class Forecast(Cost):
             bandwidth: bytes of gradients per second, see `payload`; the measured bandwidth is the
                 upper limit.
             latency: seconds of one message, in place of the measured latency.
-            machines: that have as many workers each; None for one worker on each.
+            machines: number of machines, with as many workers each; None for one worker on each.
             processors: number of workers that can compute at the same time; None for all. It was so
                 when the parts were measured.
         """
@@ -143,7 +143,7 @@ def _all_reduce(members: int, nbytes: float, rate: float) -> float:
 
 
 class Span(NamedTuple):
-    """One exchange of a ring.
+    """One operation of a ring.
 
     Attributes:
         what: its kind.
@@ -157,7 +157,7 @@ class Span(NamedTuple):
 
 @contextlib.contextmanager
 def exchanges_of(ring: Any) -> Iterator[list[Span]]:
-    """Yields a list that gets a `Span` for each exchange of a ring, or stays empty without one."""
+    """Yields a list that gets a `Span` for each operation of a ring; empty without a ring."""
     spans: list[Span] = []
     if ring is None:
         yield spans
@@ -176,16 +176,17 @@ def exchanges_of(ring: Any) -> Iterator[list[Span]]:
 
 
 def overlap(spans: Sequence[Span], steps: int, exposed: float) -> tuple[float, float]:
-    """How long the gradients of a step travel unnoticed, and how long they could.
+    """Time of the gradients' all-reduce that computation hides, and how much it could hide.
 
     Args:
-        spans: of all exchanges of these steps.
+        spans: all operations of the ring in these steps.
         steps: their number.
-        exposed: seconds that a step takes longer because of its exchanges.
+        exposed: seconds that a step takes longer because of communication.
 
     Returns:
-        (hidden, window), in seconds of a step: the time of its exchanges beyond `exposed`, and that
-        time with the gaps in which the ring waits for the next gradients. Medians over the steps.
+        (hidden, window), in seconds of a step: the time of its ring operations beyond `exposed`,
+        and that time plus the gaps in which the ring waits for the next gradients. Medians over the
+        steps.
     """
     found = [span for span in spans if span.what in (*GRADIENTS, WEIGHTS)]
     each, rest = divmod(len(found), steps)
@@ -206,10 +207,10 @@ def overlap(spans: Sequence[Span], steps: int, exposed: float) -> tuple[float, f
 
 
 def measure(target: str, steps: int) -> Forecast:
-    """On each worker: the parts of a step, over TCP, and what they depend on.
+    """Measures the parts of a step, over TCP, and what they depend on; called by each worker.
 
     Args:
-        target: as of `tfmw bench`.
+        target: the same as in `tfmw bench`.
         steps: number of steps of a timed epoch.
     """
     import numpy as np

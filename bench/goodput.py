@@ -1,11 +1,12 @@
-"""Goodput where a worker is killed every 20 s: elastic rounds, and restarts of all workers.
+"""Goodput when a worker is killed every 20 s: elastic rounds, and restarts of all workers.
 
     python -m bench.goodput [--workers 4] [--steps 1200] [--every 20]
 
 Every worker makes the same steps. A step sleeps 50 ms, as if an accelerator computed, so that
-workers do not wait for the two cores of this machine. Goodput is the time of the run without
-faults by that with them, from the first step to the end of the last worker. Synchronous training
-resumes from its newest backup (`backup_every="continuous"`); elastic workers have no backups.
+workers do not wait for the two cores of this machine. Goodput is the time of a run without faults
+divided by the time of one with faults. Both are from the first step to the end of the last worker.
+Synchronous training resumes from its newest backup (`backup_every="continuous"`); elastic workers
+have no backups.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 def train(way: str, steps: int, folder: Path) -> None:
-    """In a worker: trains."""
+    """Trains, in a worker."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -40,7 +41,7 @@ def train(way: str, steps: int, folder: Path) -> None:
     (folder / f"{name}.pid").write_text(str(os.getpid()))
 
     class Step(keras.callbacks.Callback):
-        """Takes the time of an accelerator's step, and notes the first one."""
+        """Takes the time of an accelerator's step, and records the first one."""
 
         chief_only = False
 
@@ -66,7 +67,7 @@ def seconds(way: str, workers: int, steps: int, every_s: float | None) -> tuple[
     """Seconds from the first step to the end, and the number of kills.
 
     Args:
-        every_s: seconds between two kills; None: there are none.
+        every_s: seconds between two kills; None: no worker is killed.
 
     Raises:
         RuntimeError: the run failed; the message is its output.

@@ -1,10 +1,10 @@
-"""How cost grows with the workers and with the model: start-up, memory, backups, coordinator.
+"""Growth of the cost with the workers and with the model: start-up, memory, backups, coordinator.
 
     python -m bench.growth [--workers 1 2 3 4] [--mb 10 40 160]
 
 Each point is one run of `tfmw run` on this machine: an MLP with Adam, whose weights have so many
-megabytes (the state that is backed up is three times that), backed up after each epoch. Under each
-column stands its slope: what one more worker, or 100 MB more, adds. Workers that outnumber the
+megabytes (the state that is backed up is three times that), backed up after each epoch. Each column
+ends with its slope: the cost of one more worker, or of 100 MB more. Workers that outnumber the
 cores share them, and start more slowly.
 """
 
@@ -40,7 +40,7 @@ SERVERS = {"coordinator, µs of processor per step": "coordinator", "coordinator
 
 
 def child(began_at: float, megabytes: float, backups: str) -> None:
-    """One task: trains, and prints what it took."""
+    """Trains as one task, and prints its figures."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -76,7 +76,7 @@ def child(began_at: float, megabytes: float, backups: str) -> None:
     x: np.ndarray = np.ones((4 * cluster.num_workers, INPUTS), np.float32)
     data = tf.data.Dataset.from_tensors((x, x[:, :1])).repeat()
     found: dict[str, float] = {}
-    if cluster.has_ps:  # who looks at each batch would have the coordinator wait for each
+    if cluster.has_ps:  # a callback that reads each batch would make the coordinator wait for each
         tfmw.fit(model, data, steps_per_epoch=PS_STEPS, epochs=2, verbose=0, callbacks=[epoch])
         found["coordinator"] = 1e6 * epoch.processor / PS_STEPS
     else:
@@ -92,7 +92,7 @@ def child(began_at: float, megabytes: float, backups: str) -> None:
         found["first_step"] = first_step[0]
     found |= {
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        # The first backup takes the memory that the others use again.
+        # The first backup allocates the memory that the others reuse.
         "held_up": 1e3 * statistics.median(times["save"][1:] or [0.0]),
         "written": 1e3 * statistics.median(times["_write"][1:] or [0.0]),
     }
@@ -111,7 +111,7 @@ def _timed(of: type, name: str, seconds: list[float]) -> Any:
 
 
 def run(workers: int, megabytes: float, ps: int = 0) -> dict[str, float]:
-    """What the chief says, and the memory of the last worker.
+    """Figures of the chief, and the memory of the last worker.
 
     Raises:
         RuntimeError: the run failed; the message is its output.

@@ -1,16 +1,16 @@
-"""Hosts that fail: how soon training goes on, beside torchrun's elastic agent, in the same harness.
+"""Recovery when hosts fail, beside torchrun's elastic agent, in the same harness.
 
     python bench/recovery.py --hosts [--repeat 3] [--torch-python ...] [--goodput MINUTES]
 
 Three hosts are network namespaces on this machine (as root). Each runs one worker of the toy model
-of `bench/recovery.py`, with a backup every 20 steps, and two hosts are enough to go on. Measured,
-in seconds: from `kill -9` of a worker to the first new step of all three; and from a cable that is
-taken out to the first new step of the other two. Goodput is the steps made under a seeded schedule
-of faults, by the steps made in the same time without any (counted in a fifth of it).
+of `bench/recovery.py`, with a backup every 20 steps, and two hosts are enough to continue. Two
+times are measured, in seconds. The first is from `kill -9` of a worker to the first new step of all
+three; the second is from a cut link to the first new step of the other two. Goodput is the number
+of steps under a seeded schedule of faults, divided by that of the same time without any. The latter
+is measured over a fifth of the time.
 
-torchrun gets time-outs of seconds in place of its defaults: half a minute for a host that is
-missing, half an hour for a link that is gone. An agent of it that has given up is started again,
-as a service manager would.
+torchrun gets time-outs of seconds in place of its defaults: half a minute for a missing host, half
+an hour for a lost link. An agent that has given up is started again, as a service manager would.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from tests.helpers.hosts import Namespaces  # noqa: E402  (found by the line bef
 HOSTS, MIN_HOSTS = 3, 2
 WARM_STEPS = 40
 TIMEOUT_S = 300.0
-UNDISTURBED = 5  # the part of the time in which steps are counted without faults
-TOKEN = "0123456789abcdef" * 4  # of this benchmark only
+UNDISTURBED = 5  # steps without faults are counted in 1/5 of the time
+TOKEN = "0123456789abcdef" * 4  # a key of this benchmark only
 
 TORCHRUN_TIMEOUTS = {
     # Seconds to wait for more hosts, as --rejoin-timeout; the default is 30.
@@ -52,18 +52,18 @@ TORCHRUN_TIMEOUTS = {
     # Seconds until an agent that does not reach the store gives up, and starts again.
     "read_timeout": 10,
 }
-"""In bench/recovery.py, gloo's."""
+"""Time-outs of torchrun's rendezvous; bench/recovery.py sets those of gloo."""
 
 Way = Callable[[int, Sequence[str], str], list[str]]
 """(host, addresses of all, folder for backups) -> the command of that host."""
 
 
 def ways(recovery: str, torch_python: str | None) -> dict[str, Way]:
-    """How each contender starts the training on one host.
+    """Contender -> command that starts the training on one host.
 
     Args:
         recovery: path of `bench/recovery.py`.
-        torch_python: of an environment with torch; None: without torchrun.
+        torch_python: Python of an environment with torch; None: without torchrun.
     """
 
     def tfmw(host: int, addresses: Sequence[str], folder: str) -> list[str]:
@@ -77,7 +77,7 @@ def ways(recovery: str, torch_python: str | None) -> dict[str, Way]:
         command += ["--nnodes", f"{MIN_HOSTS}:{HOSTS}", "--nproc-per-node", "1"]
         command += ["--max-restarts", "99", "--rdzv-backend", "c10d", "--rdzv-id", "bench"]
         command += ["--rdzv-endpoint", f"{addresses[0]}:29400", "--local-addr", addresses[host]]
-        # A namespace does not show it: all of them have this machine's name.
+        # torchrun cannot infer it in a namespace: all of them have this machine's name.
         conf = {"is_host": "true" if host == 0 else "false", **TORCHRUN_TIMEOUTS}
         command += ["--rdzv-conf", ",".join(f"{name}={value}" for name, value in conf.items())]
         return [*command, recovery, "--train", "torch", "--backup_dir", folder]
@@ -86,12 +86,12 @@ def ways(recovery: str, torch_python: str | None) -> dict[str, Way]:
 
 
 class Training:
-    """One training on all hosts, and what its workers print.
+    """One training on all hosts, and the output of its workers.
 
     Args:
-        way: starts it.
-        network: its hosts.
-        folder: for backups.
+        way: the contender that starts it.
+        network: the hosts.
+        folder: directory of the backups.
     """
 
     def __init__(self, way: Way, network: Namespaces, folder: str) -> None:
@@ -161,7 +161,7 @@ class Training:
         process.wait()
 
     def lines(self, timeout_s: float) -> Iterator[tuple[float, int, str]]:
-        """What workers print, as (when, host, line), for so many seconds."""
+        """Lines that workers print, as (when, host, line), for so many seconds."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
@@ -176,12 +176,12 @@ class Training:
         """Waits until each of these hosts has made so many steps.
 
         Returns:
-            When the last one has, in monotonic seconds; infinity: not within TIMEOUT_S.
+            Monotonic time of the last host's step; infinity: not within TIMEOUT_S.
 
         Args:
-            hosts: which.
-            count: how many steps.
-            again: whether only steps of workers count that have started from now on.
+            hosts: the hosts to wait for.
+            count: number of steps of each host.
+            again: whether to count only the steps of workers that start after this call.
         """
         made = dict.fromkeys(hosts, 0)
         started = set() if again else set(hosts)
@@ -217,18 +217,18 @@ def cut_of_a_link(way: Way, network: Namespaces) -> float:
 
 
 class Useful(NamedTuple):
-    """What a training made in a time.
+    """Progress of a training within a given time.
 
     Attributes:
-        steps: how many.
-        lost: {kind of fault: seconds from each of them until a step that was not made before}.
+        steps: number of steps.
+        lost: {kind of fault: seconds from each of them until the first new step}.
     """
 
     steps: int
     lost: dict[str, list[float]]
 
     def described(self) -> str:
-        """The seconds lost by each kind: median, and how many there were."""
+        """Seconds lost by each kind of fault: the median, and the number of faults."""
         return ", ".join(
             f"{kind} {statistics.median(lost):.1f} ({len(lost)})"
             for kind, lost in self.lost.items()
@@ -236,13 +236,13 @@ class Useful(NamedTuple):
 
 
 def steps_in(way: Way, network: Namespaces, seconds: float, seed: int | None) -> Useful:
-    """Steps made in a time, from the first one on.
+    """Steps made in a time, counted from the first one.
 
     Args:
-        way: starts the training.
+        way: the contender that starts the training.
         network: its hosts.
-        seconds: the time.
-        seed: of the schedule of faults; None: without any.
+        seconds: the length of the measurement.
+        seed: seed of the schedule of faults; None: without faults.
     """
     lost: dict[str, list[float]] = {}
     faults = schedule(seconds, seed) if seed is not None else []
@@ -283,7 +283,7 @@ def schedule(seconds: float, seed: int) -> list[tuple[float, str]]:
     slots = [(i + 0.5) * seconds / (17 * min(1.0, share) or 1) for i in range(int(17 * share))]
     kinds = chance.sample(["kill"] * 12 + ["cut"] * 3 + ["stop"] * 2, k=min(17, len(slots)))
     for at, kind in zip(slots, kinds, strict=False):
-        # Host 0 holds torchrun's store: without it torchrun cannot go on at all.
+        # Host 0 holds torchrun's store: without it torchrun cannot continue at all.
         host = chance.randrange(HOSTS) if kind == "kill" else chance.randrange(1, HOSTS)
         faults.append((at, f"{kind}:{host}"))
         if kind != "kill":

@@ -3,9 +3,9 @@
     sudo python -m bench.machines [--machines 2] [--workers 2] [--gbits 1 10] [--mb 0.001 11 64]
 
 Each machine is a network namespace; a link to the next one sends no faster than the rate (tc-tbf(8)
-of the kernel). Milliseconds of a sum: medians of rounds in which both ways take turns. Beside them
-stands what the network alone would take for the bytes that each machine sends. Needs root, and
-Linux with ip and tc (iproute2).
+of the kernel). Milliseconds of a sum: medians of rounds in which both ways take turns. A further
+column has the time that the network alone would take for the bytes that each machine sends. Needs
+root, and Linux with ip and tc (iproute2).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WAYS = ("two levels", "one ring")
 def machines(count: int, gbits: float) -> Iterator[list[str]]:
     """Namespaces on a bridge, named NAME0, ...; yields their addresses."""
     addresses = [f"{NETWORK}.{machine + 1}" for machine in range(count)]
-    for machine in range(count):  # of a run that was killed
+    for machine in range(count):  # removes the namespaces of a run that was killed
         _run(f"ip netns del {NAME}{machine}", check=False)
         _run(f"ip link del {NAME}{machine}", check=False)
     _run(f"ip link del {NAME}", check=False)
@@ -51,7 +51,7 @@ def machines(count: int, gbits: float) -> Iterator[list[str]]:
             _run(f"ip netns add {name}")
             undo.callback(_run, f"ip netns del {name}")
             _run(f"ip link add {name} type veth peer eth0 netns {name}")
-            undo.callback(_run, f"ip link del {name}")  # the kernel takes its time with namespaces
+            undo.callback(_run, f"ip link del {name}")  # the kernel removes namespaces late
             _run(f"ip link set {name} master {NAME} up")
             _run(f"ip -n {name} addr add {address}/24 dev eth0")
             for device in ("eth0", "lo"):

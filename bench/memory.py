@@ -1,9 +1,9 @@
-"""Peak memory of a worker, in multiples of its weights: Keras's fit, tfmw and PyTorch DDP.
+"""Peak memory of a worker in multiples of its weights, by Keras's fit, tfmw and PyTorch DDP.
 
     python -m bench.memory [--mb 50 210] [--workers 2 4] [--only tfmw ddp]
 
-A figure is the peak resident memory above that after the imports, divided by the bytes of the
-weights (an MLP, Adam, small batches), of the worker with the most. Needs the extra `bench`
+A figure is the peak resident memory of the worker with the most, less that after the imports. It is
+divided by the bytes of the weights (an MLP, Adam, small batches). Needs the extra `bench`
 (PyTorch).
 """
 
@@ -24,18 +24,18 @@ from bench.figures import Figure, markdown
 from bench.steps import start
 
 LAYERS, INPUTS, CLASSES, BATCH, STEPS = 3, 64, 10, 8, 6
-MB, WORKERS = (50.0, 210.0), (2, 4)  # of weights; of processes
-# (MB, workers, with backups) -> the multiple that tfmw is to reach.
+MB, WORKERS = (50.0, 210.0), (2, 4)  # MB of weights; number of processes
+# (MB, workers, with backups) -> the multiple that is the goal of tfmw.
 GOALS = {(210.0, 2, False): 5.0, (210.0, 4, False): 4.3, (210.0, 2, True): 6.0}
 
 
 def _width(mb: float) -> int:
-    """Of square layers, all but the first, that have so many MB of float32 weights."""
+    """Width of the square layers, all but the first, that have so many MB of float32 weights."""
     return int((mb * 1e6 / 4 / (LAYERS - 1)) ** 0.5)
 
 
 def _peak() -> int:
-    """Bytes."""
+    """Peak resident memory of this process, in bytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -63,7 +63,7 @@ def stock_fit(width: int, backups: str) -> tuple[int, int]:
     import keras
 
     model, data = _keras_parts(8)
-    model.fit(data, steps_per_epoch=1, verbose=0)  # with all that is imported late
+    model.fit(data, steps_per_epoch=1, verbose=0)  # includes the memory of late imports
     before = _peak()
     model, data = _keras_parts(width)
     saves = [keras.callbacks.BackupAndRestore(backups, save_freq=STEPS // 2)] if backups else []
@@ -72,7 +72,7 @@ def stock_fit(width: int, backups: str) -> tuple[int, int]:
 
 
 def tfmw(width: int, backups: str, **options: Any) -> tuple[int, int]:
-    """The same of tfmw.fit."""
+    """(peak above the imports, bytes of weights) of tfmw.fit."""
     import tfmw
 
     tfmw.init()
@@ -87,12 +87,12 @@ def tfmw(width: int, backups: str, **options: Any) -> tuple[int, int]:
 
 
 def tfmw_unshared(width: int, backups: str) -> tuple[int, int]:
-    """The same of tfmw.fit where each worker makes the whole update."""
+    """(peak above the imports, bytes of weights) of tfmw.fit without a sharded update."""
     return tfmw(width, backups, shard_optimizer=False)
 
 
 def ddp(width: int, backups: str) -> tuple[int, int]:
-    """The same of PyTorch's DistributedDataParallel with gloo."""
+    """(peak above the imports, bytes of weights) of PyTorch's DistributedDataParallel with gloo."""
     import torch
     from torch import distributed, nn
     from torch.nn.parallel import DistributedDataParallel
@@ -122,7 +122,7 @@ def ddp(width: int, backups: str) -> tuple[int, int]:
 CONTENDERS = {f.__name__: f for f in (stock_fit, tfmw, tfmw_unshared, ddp)}
 
 
-BESIDE = ("tfmw", "stock_fit", "ddp")  # what `make bench` measures
+BESIDE = ("tfmw", "stock_fit", "ddp")  # the contenders of `make bench`
 
 
 def measured(name: str, workers: int, mb: float, with_backups: bool) -> float:
@@ -149,11 +149,11 @@ def figures(
     sizes: Sequence[float] = MB,
     workers: Sequence[int] = WORKERS,
 ) -> list[Figure]:
-    """Measures, and tells stderr of each row.
+    """Measures the peaks, and prints each row to stderr.
 
     Args:
-        names: of contenders.
-        sizes: MB of weights.
+        names: names of contenders.
+        sizes: sizes of the weights in MB.
         workers: numbers of processes; Keras's own fit is one.
     """
     rows = []

@@ -3,10 +3,10 @@
     sudo python -m bench.network [--workers 2 3 4] [--rates 1000 300 100] [--delays 0.1 1 10]
 
 Every worker has a network namespace of its own. Links are those of bench/machines.py, or, with a
-delay, of bench/wire.py. What bench/forecast.py predicts comes from a single run: two workers on
+delay, of bench/wire.py. The prediction of bench/forecast.py comes from a single run: two workers on
 links of 100 Gbit/s. Rates, in Mbit/s, are those at which each worker may send; delays, in ms, are
-of one way. Needs root, and Linux with unshare, nsenter, ip and tc (iproute2). Workers that
-outnumber the cores compute in turns, and the prediction knows it.
+one-way. Needs root, and Linux with unshare, nsenter, ip and tc (iproute2). Workers that outnumber
+the cores compute in turns, and the prediction takes that into account.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tfmw.launcher.environment import compute_with_onednn
 from tfmw.observe.recorder import EXCHANGES_FILE, make_file
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 8  # of an epoch
+STEPS = 8  # steps per epoch
 PORT = 20_000
 FREE = 100_000.0  # Mbit/s, more than the workers reach
 MARK = "found: "
@@ -50,7 +50,7 @@ def make() -> tuple[object, object]:
 
 
 def child() -> None:
-    """One worker: the measurement, printed."""
+    """Measures in one worker, and prints the result."""
     cost = forecast_of("bench.network:make", STEPS)
     print(MARK + json.dumps(dataclasses.asdict(cost)), flush=True)
 
@@ -59,8 +59,8 @@ def child() -> None:
 def links(
     workers: int, mbit_per_s: float, delay_ms: float
 ) -> Iterator[tuple[list[str], Callable[[int], list[str]]]]:
-    """The workers' addresses, and by worker what goes before a command that is to run there."""
-    if delay_ms:  # which few kernels can make themselves
+    """The workers' addresses, and worker -> prefix of commands in its namespace."""
+    if delay_ms:  # few kernels can delay packets themselves
         with Network(workers, 1e6 * mbit_per_s, 1e-3 * delay_ms) as network:
             yield network.addresses, network.inside
     else:
@@ -78,9 +78,9 @@ def chief_found(
     """The JSON that the chief of workers prints behind MARK.
 
     Args:
-        hosts, inside: see `links`.
-        command: of Python, the same for each worker.
-        variables: of a worker, added to the environment of the cluster.
+        hosts, inside: the result of `links`.
+        command: arguments of Python, the same for each worker.
+        variables: variables of a worker, added to the environment of the cluster.
 
     Raises:
         RuntimeError: a worker failed; the message is its output.
@@ -119,7 +119,7 @@ def chief_found(
 
 
 def measure(workers: int, mbit_per_s: float = FREE, delay_ms: float = 0.0) -> Forecast:
-    """What a step costs the chief.
+    """Time of a step on the chief, by its parts.
 
     Raises:
         RuntimeError: a worker failed; the message is its output.

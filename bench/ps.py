@@ -1,10 +1,10 @@
-"""Steps per second on parameter servers: tfmw, a plain coordinator loop, and legacy Keras's fit.
+"""Steps per second on parameter servers by tfmw, a coordinator loop, and legacy Keras's fit.
 
     tfmw run --workers 2 --ps 1 bench/ps.py [--rounds=3] [--seconds=4]
 
-All train the same network (784-100-10, batches of 100, Adam) on the same servers in the same run,
-in turns, so that what else the machine does hits all alike; the last lines are ratios of medians.
-The legacy fit takes part where tf_keras is installed.
+All train the same network (784-100-10, batches of 100, Adam) on the same servers in the same run.
+They take turns, so that other load on the machine affects all alike; the last lines are ratios of
+medians. If tf_keras is installed, the legacy fit is measured too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def examples() -> tuple[np.ndarray, np.ndarray]:
 
 
 def dataset(context: Any = None) -> tf.data.Dataset:
-    """Batches for ever; cut beforehand, so that reading them costs next to nothing."""
+    """Endless batches, cut in advance, so that reading them costs next to nothing."""
     del context
     x, y = examples()
     batches = (x.reshape(-1, BATCH, 784), y.reshape(-1, BATCH))
@@ -87,7 +87,7 @@ def network(library: Any) -> Any:
 
 
 def ours() -> Callable[[float], float]:
-    """tfmw.fit's driver, as fit calls it: metrics, callbacks' logs and exact counts included."""
+    """Trains by tfmw.fit's driver, as fit calls it, with metrics, logs and exact counts."""
     from tfmw import data
     from tfmw.compat import models
     from tfmw.train.parameter_server.coordinator import PsDriver
@@ -107,7 +107,7 @@ def ours() -> Callable[[float], float]:
 
 
 def plain_loop(strategy: Any, coordinator: Any) -> Callable[[float], float]:
-    """What one writes by hand, after the tutorial: variables in the scope, metrics left out."""
+    """A loop written by hand, after the tutorial: variables in the scope, no metrics."""
     model = network(keras)
     model.optimizer.build(model.trainable_variables)
     with strategy.scope():
@@ -142,7 +142,7 @@ def plain_loop(strategy: Any, coordinator: Any) -> Callable[[float], float]:
 
 
 def legacy(strategy: Any, steps_per_execution: int) -> Callable[[float], float]:
-    """Keras 2's fit; one call for each measurement, timed from its second epoch on."""
+    """Trains by Keras 2's fit, one call for each measurement, timed from its second epoch on."""
     import tf_keras
 
     with strategy.scope():

@@ -4,7 +4,7 @@
 
 Two workers are two threads of this process, which exchange arrays. Exchanges, and records of as
 many with as many waits, are measured in many short turns. The cost is the median of the ratios of
-neighbours: on a machine that does other things, too, both of a pair take longer.
+neighbours: other load on the machine slows both of a pair.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""From `kill -9` of a worker to the first new training step, beside PyTorch's torchrun.
+"""Recovery after `kill -9` of a worker until the first new step, beside PyTorch's torchrun.
 
     python bench/recovery.py [--repeat 3] [--torch-python /path/to/python]
 
-Two workers train a toy model with a backup every 20 steps; one of them is killed. For each way of
-restarting it prints the median, in seconds since the kill, of: detected (the launcher says so, or
-the first process of the new attempt shows up), restarted (the script runs again, in every worker),
-first new step. torchrun restarts the same training in PyTorch, where torch is installed: here, or
-in another environment, whose Python is named.
+Two workers train a toy model with a backup every 20 steps; one of them is killed. For each
+contender it prints the median of three times, in seconds since the kill. They are: detected (the
+launcher says so, or the first process of the new attempt appears); restarted (the script runs
+again, in every worker); first new step. torchrun restarts the same training in PyTorch, if torch is
+installed: in this environment, or in the one of the given Python.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def train_torch(folder: str) -> None:
     import torch
     from torch import nn
 
-    # Only by a time-out does gloo detect a link that is gone; it is 30 minutes by default. Workers
-    # that start may need longer than one step.
+    # gloo detects a lost link only by a time-out, by default after 30 minutes. Workers that start
+    # may need longer than one step.
     seconds = datetime.timedelta(seconds=1)
     torch.distributed.init_process_group("gloo", timeout=START_TIMEOUT_S * seconds)
     group = torch.distributed.new_group(timeout=GLOO_TIMEOUT_S * seconds)
@@ -104,8 +104,8 @@ def measure(command: list[str]) -> dict[str, float]:
     """Seconds from the kill to each event of one run of `command`."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
-    # Else workers of torch 2.13's second attempt may find the addresses of the first in the store
-    # that both attempts share, and give up.
+    # Otherwise workers of torch 2.13's second attempt may find the addresses of the first in the
+    # store that both attempts share, and give up.
     environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     launcher = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ

@@ -140,7 +140,7 @@ def _measure(name: str, n: int, skip: bool, folder: Path) -> float:
 
 
 def draw(seconds: dict[str, list[float]], sizes: list[int], path: Path) -> None:
-    """One line for each source."""
+    """Draws one line for each source."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -179,7 +179,7 @@ def main() -> None:
     runs += [(options.sizes[0], "skip")] * options.skip
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for n in options.sizes:  # the index of records is there from the interrupted run
+        for n in options.sizes:  # the index of records exists since the interrupted run
             if {"from_records", INTERLEAVED} & {*options.only}:
                 _parsed(_records(n, Path(folder)), Path(folder))
         for name in options.only:

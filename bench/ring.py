@@ -1,4 +1,4 @@
-"""Time of an all-reduce over the workers: tfmw's ring, and TensorFlow's by the size of its pieces.
+"""Time of an all-reduce over the workers: tfmw's ring, and TensorFlow's by chunk size.
 
     tfmw run --workers 2 bench/ring.py [--mb 11 64] [--pieces 512 1024 2048 4096 8192 0]
 
@@ -26,8 +26,8 @@ SUM = tf.distribute.ReduceOp.SUM
 
 
 def by_tensorflow(piece: int, flat: tf.Tensor) -> list[Any]:
-    """The sum in pieces of `piece` elements, over TensorFlow's ring."""
-    # Packs of one byte: nothing is joined, so that pieces stay what they are.
+    """Sums in chunks of `piece` elements, over TensorFlow's ring."""
+    # Packs of one byte: nothing is merged, so that the chunks stay as they are.
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=1)
     elements = int(flat.shape[0])
     sizes = [min(piece, elements - start) for start in range(0, elements, piece)]

@@ -3,7 +3,7 @@
     python -m bench.short [--rounds 3] [--only "an epoch"]
 
 Contenders take turns, each in fresh processes of one thread. A row's figure is the median over the
-rounds' ratios. What a call costs once, such as tracing, is over before it is measured.
+rounds' ratios. Costs that occur once, such as tracing, are over before a measurement begins.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from bench.figures import Figure, markdown
 from bench.steps import start
 
 STEPS, EPOCHS, BATCH = 10, 12, 32
-LONG = 1000  # batches
+LONG = 1000  # batches in the longer epoch
 
-# Measure -> (tfmw's workers -> goal of its time by that of Keras in one process).
+# Measure -> (number of tfmw's workers -> goal: its time divided by that of Keras in one process).
 BESIDE_KERAS: dict[str, dict[int, float]] = {
     "an epoch of 10 steps": {1: 1.15, 2: 1.8},
     "an epoch of 10 steps, with validation": {1: 1.2, 2: 1.8},
@@ -63,7 +63,7 @@ def _dataset(batches: int, batch: int) -> Any:
 
 
 def _epoch(fit: Callable[..., Any], **options: Any) -> float:
-    """Seconds of an epoch: the median of those after the first two."""
+    """Seconds of an epoch: the median of all epochs but the first two."""
     import keras
 
     times: list[float] = []
@@ -81,7 +81,7 @@ def _epoch(fit: Callable[..., Any], **options: Any) -> float:
 
 
 def _step(fit: Callable[..., Any], callbacks: Callable[[], list[Any]]) -> float:
-    """Seconds of a step of the small CNN: a longer epoch less a shorter one, by their steps."""
+    """Seconds of a step of the small CNN, from two epochs of different length."""
     model, data = _network(False), _dataset(1, 128).repeat()
     fit(model, data, steps_per_epoch=3, verbose=0, callbacks=callbacks())
     times = []
@@ -155,11 +155,11 @@ def measures(of_tfmw: bool) -> dict[str, Callable[[], float]]:
 
 
 def seconds(workers: int | None, only: str) -> dict[str, float]:
-    """Measure -> seconds of it, in fresh processes.
+    """Measure -> its seconds, in fresh processes.
 
     Args:
-        workers: of tfmw; None: Keras in one process.
-        only: a part of the measures' names.
+        workers: number of tfmw's workers; None: Keras in one process.
+        only: substring of the measures' names.
     """
     command = ["bench.short", "--only", only, "--in", "keras" if workers is None else "tfmw"]
     outputs = start(command, workers or 1, through_tfmw=workers is not None)
@@ -169,7 +169,7 @@ def seconds(workers: int | None, only: str) -> dict[str, float]:
 
 
 def figures(rounds: int = 3, only: str = "") -> list[Figure]:
-    """Measures: the median of the rounds' ratios."""
+    """Figures of all measures: the median of the rounds' ratios."""
     ratios: dict[tuple[str, float | None], list[float]] = {}
     for _ in range(rounds):
         keras, alone, two = (seconds(workers, only) for workers in (None, 1, 2))

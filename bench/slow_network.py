@@ -5,12 +5,12 @@
 
 Each worker has a network namespace, whose link sends no faster than the rate (bench/machines.py).
 Bytes are those that a worker's device has sent. Efficiency is the time of a step without any
-exchange, of as many workers that train at the same time, by that of the way: what these take from
-each other, as they share cores and memory here, is in both. With `--loss` every way trains on the
-same examples, which a network can learn, until the validation loss that synchronous training
-reaches; the time to it is compared. `--batch` sets a worker's examples in a step: workers share the
-cores of this machine, and compute longer than on machines of their own. Needs root, and Linux with
-ip and tc (iproute2).
+communication divided by the time of the measured step. As many workers train at the same time in
+both, so the cores and the memory that they share affect both alike. With `--loss` every contender
+trains on the same examples, which a network can learn, until the validation loss that synchronous
+training reaches; the table compares the times. `--batch` sets a worker's examples in a step:
+workers share the cores of this machine, and compute longer than on machines of their own. Needs
+root, and Linux with ip and tc (iproute2).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.works import CLASSES, WORKS, batches, examples, keras_network
 TIMEOUT_S = 900
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
-# Way -> (steps between two exchanges, arguments of `fit`, arguments of `tfmw.DiLoCo`).
+# Contender -> (steps per round, arguments of `fit`, arguments of `tfmw.DiLoCo`).
 WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "no exchange": (25, {"strategy": "default"}, {}),
     "synchronous": (1, {}, {}),
@@ -44,7 +44,7 @@ WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 def _arguments(way: str) -> dict[str, Any]:
-    """Of `tfmw.fit`."""
+    """Arguments of `tfmw.fit` for a contender."""
     import tfmw
 
     every, arguments, settings = WAYS[way]
@@ -66,7 +66,7 @@ def steps(way: str, work: str) -> dict[str, float]:
     marks: list[tuple[float, int]] = []
 
     class Mark(keras.callbacks.Callback):
-        """Notes time and bytes at each end of an epoch, when all workers have met."""
+        """Records time and bytes at each end of an epoch, when all workers are synchronized."""
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             marks.append((time.perf_counter(), int(SENT.read_text()) if SENT.exists() else 0))
@@ -101,7 +101,7 @@ def losses(way: str, work: str) -> dict[str, list[list[float]]]:
     began: list[float] = []
 
     class Curve(keras.callbacks.Callback):
-        """Notes the validation loss and the time."""
+        """Records the validation loss and the time."""
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             began.append(time.perf_counter())
@@ -123,7 +123,7 @@ def losses(way: str, work: str) -> dict[str, list[list[float]]]:
 
 
 def measured(child: str, way: str, options: argparse.Namespace) -> Any:
-    """What the chief found.
+    """Result that the chief prints.
 
     Raises:
         RuntimeError: a worker failed; the message is its output.
@@ -161,7 +161,7 @@ def _print_losses(options: argparse.Namespace) -> None:
         curve = measured("losses", way, options)["curve"]
         seconds, last = curve[-1]
         if goal is None:
-            goal = 1.01 * last  # within 1 %
+            goal = 1.01 * last  # the goal is within 1 % of it
             of_first = next(at for at, loss in curve if loss <= goal)
         reached = next((at for at, loss in curve if loss <= goal), None)
         sooner = "" if reached is None else f"{of_first / reached:.1f}"

@@ -1,11 +1,11 @@
-"""Time of a training step: tfmw beside every other way to do it, in one run, as ratios.
+"""Time of a training step: tfmw beside other frameworks and loops, in one run, as ratios.
 
     python -m bench.steps [--works cnn,mlp] [--rounds 3] [--out build/bench]
 
-Contenders take turns, so that what else the machine does hits all alike: as often as there are
-rounds. Each turn is a fresh set of processes with one core each. A figure is the median over all
-epochs of all rounds but each one's first two. Needs the extra `bench` (tf_keras, PyTorch). `make
-bench` runs one round of those with a goal, with what memory and a whole training take.
+Contenders take turns in each round, so that other load on the machine affects all alike. Each turn
+is a fresh set of processes with one core each. A figure is the median over all epochs of all rounds
+but each one's first two. Needs the extra `bench` (tf_keras, PyTorch). `make bench` runs one round
+of those with a goal, and measures memory and whole trainings.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def run(contender: str, work: str, workers: int) -> list[float]:
 
 
 def start(command: list[str], workers: int, through_tfmw: bool) -> list[str]:
-    """What each of a fresh set of processes of one thread printed.
+    """Output of each of a fresh set of processes of one thread.
 
     Args:
         command: a module and its arguments.
-        through_tfmw: whether by `tfmw run`.
+        through_tfmw: whether `tfmw run` starts them.
 
     Raises:
         RuntimeError: a process failed; the message is the end of its output.
@@ -153,7 +153,7 @@ def measure(turns: list[tuple[str, int, str]], rounds: int) -> list[Row]:
     """Medians of all rounds.
 
     Args:
-        turns: (work, workers, contender) of a round, in this order.
+        turns: the (work, workers, contender) of a round, in order.
     """
     seconds: dict[tuple[str, int, str], list[float]] = {}
     for number in range(rounds):
@@ -173,7 +173,7 @@ def measure(turns: list[tuple[str, int, str]], rounds: int) -> list[Row]:
 
 
 def with_goals() -> list[tuple[str, int, str]]:
-    """(work, workers, contender) of each ratio that has a goal, and how long each takes alone."""
+    """(work, workers, contender) of each ratio that has a goal, and of each worker alone."""
     found = []
     for work, workers, contender in planned(list(PLAN), []):
         goal = (work, workers, contender) in GOALS
@@ -186,7 +186,7 @@ def planned(works: list[str], only: list[str]) -> list[tuple[str, int, str]]:
     """(work, workers, contender) of the plan.
 
     Args:
-        only: contenders; all where it is empty.
+        only: contenders; empty for all.
     """
     return [
         (work, workers, contender)
@@ -233,7 +233,7 @@ def figures(rows: list[Row]) -> list[Figure]:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown."""
+    """Table in Markdown."""
     lines = [
         "| work | workers | tfmw, ms per step | against | ms per step | ratio | goal |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -250,7 +250,7 @@ def table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Bars of milliseconds per step, one panel for each work and number of workers."""
+    """Draws milliseconds per step as bars, one panel for each work and number of workers."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,12 +1,12 @@
-"""Trains a table that is too large to be copied: who holds how much, when, and how much moves.
+"""Memory and traffic of a table that is too large to be copied, in each phase of a training.
 
     python bench/tables.py [--gigabytes 2] [--servers 2] [--optimizer adagrad] [--workers 2]
 
 Workers train a table that is divided over parameter servers, with a backup after each epoch; then
 the model is evaluated and exported, whole and sharded, and a fresh process serves the sharded one.
-Printed: the peak memory of every process in each phase, beside what it had before there was a
-model, and what went over the network in a step and in a backup. A server holds its part of the
-table and of the optimizer's slots; a worker and the coordinator hold the rows of a batch.
+It prints the peak memory of every process in each phase, and its memory before the model was built.
+It also prints the bytes sent over the network in a step and in a backup. A server holds its shard
+of the table and of the optimizer's slots; a worker and the coordinator hold the rows of a batch.
 
 Backups and exports are in a temporary directory (TMPDIR): five tables and three times the slots.
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, BATCH, STEPS, LABELS = 64, 512, 200, 64
-EPOCHS = 4  # the first two backups have all rows, those after them what has changed
+EPOCHS = 4  # the first two backups have all rows, later ones the changed rows
 MB = 1 << 20
 
 
@@ -51,7 +51,7 @@ def main() -> None:
         found = train(table_bytes, options.optimizer, options.servers, not options.no_exports)
         report(found, options.json)
         return
-    # Each task has memory of its own: what copies of one process share would count for each.
+    # Each task has memory of its own: memory that copies of one process share would count for each.
     cluster = [sys.executable, "-m", "tfmw", "run", "--standby=off"]
     cluster += [f"--workers={options.workers}", f"--ps={options.servers}"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -60,23 +60,23 @@ def main() -> None:
 
 
 class Phases:
-    """What each phase takes: peak memory of all tasks, seconds, what moved.
+    """Figures of each phase: peak memory of all tasks, seconds, bytes sent.
 
     Attributes:
-        found: by phase.
+        found: figures by phase.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, dict[str, Any]] = {}
 
     def begin(self) -> None:
-        """A phase begins now: peaks of before are forgotten."""
+        """Begins a phase, and resets the peaks of the earlier ones."""
         for folder in tasks().values():
             (folder / "clear_refs").write_text("5")  # proc(5): resets VmHWM
         self._moved, self._began = moved_bytes(), time.perf_counter()
 
     def end(self, name: str) -> None:
-        """The phase ends now; of phases of one name the last is kept."""
+        """Ends the phase; the last one of each name is kept."""
         self.found[name] = {
             "peak": memory("VmHWM"),
             "moved": moved_bytes() - self._moved,
@@ -124,7 +124,7 @@ def train(table_bytes: int, optimizer: str, servers: int, exports: bool) -> dict
         return ids.batch(BATCH).map(lambda i: (i, i // max(1, rows // 4096) * 40503 % LABELS))
 
     class Watch(keras.callbacks.Callback):
-        """Takes the steps of each epoch, and what is between epochs: the backup."""
+        """Measures the steps of each epoch, and the backup between epochs."""
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             done = ["begin of fit", "full backup", "full backup", "backup of changed rows"]
@@ -178,7 +178,7 @@ def train(table_bytes: int, optimizer: str, servers: int, exports: bool) -> dict
 
 
 def fresh_process(path: str) -> dict[str, float]:
-    """What `serve` finds in a process of its own, on no cluster."""
+    """Result of `serve` in a process of its own, without a cluster."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TF")}
     command = [sys.executable, __file__, f"--serve={path}"]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
@@ -186,7 +186,7 @@ def fresh_process(path: str) -> dict[str, float]:
 
 
 def serve(path: str) -> dict[str, float]:
-    """Serves ids from an export, by TensorFlow alone: their rate, and what memory that takes."""
+    """Serves ids from an export with TensorFlow alone, and measures their rate and the memory."""
     import numpy as np
     import tensorflow as tf
 
@@ -207,7 +207,7 @@ def serve(path: str) -> dict[str, float]:
 
 
 def tasks() -> dict[str, Path]:
-    """The directory in /proc of each task that the launcher of this one has, by task."""
+    """Directory in /proc of each task of this task's launcher, by task."""
     launcher = os.getppid()
     found = {}
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
@@ -221,16 +221,17 @@ def tasks() -> dict[str, Path]:
 
 
 def memory(field: str) -> dict[str, int]:
-    """Bytes by task.
+    """Bytes of memory by task.
 
     Args:
-        field: of /proc/PID/status: VmRSS, what it has now; VmHWM, the most since `Phases.begin`.
+        field: a field of /proc/PID/status. VmRSS is the current memory, VmHWM the peak since
+        `Phases.begin`.
     """
     return {task: _bytes(folder, field) for task, folder in tasks().items()}
 
 
 def own(field: str) -> int:
-    """As `memory`, of this process."""
+    """Bytes of memory of this process; see `memory`."""
     return _bytes(Path("/proc/self"), field)
 
 
@@ -240,7 +241,7 @@ def _bytes(folder: Path, field: str) -> int:
 
 
 def moved_bytes() -> int:
-    """Bytes that came over the loopback interface; the tasks' own, where they have one."""
+    """Bytes received over the loopback interface; this task's own interface, if it has one."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     (fields,) = (line.split(":")[1].split() for line in lines if line.strip().startswith("lo:"))
     return int(fields[0])

@@ -1,6 +1,6 @@
 """Seconds of a tuner's trial: `tfmw.fit(workers=2)` beside Keras's `fit`, in one process, in turns.
 
-The model is small: what a trial takes beyond Keras's is the start and the end of the workers.
+The model is small, so the difference to Keras's trial is the start and the end of the workers.
 
     .venv/bin/python -m bench.tuning --trials 5
 

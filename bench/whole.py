@@ -2,8 +2,8 @@
 
     python -m bench.whole [--workers 2 16] [--rounds 3]
 
-What counts here is what a step's time leaves out: imports, the start of processes, tracing and the
-end. The model has 8,000 parameters and makes 40 steps; contenders take turns.
+The figures include the costs that a step's time excludes: imports, the start of processes, tracing
+and the end. The model has 8,000 parameters and makes 40 steps; contenders take turns.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from bench.figures import Figure, markdown
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, INPUTS, CLASSES, BATCH = 40, 64, 10, 64
 WORKERS = (2, 16)
-GOALS, GOALS_S = {2: 0.9}, {16: 12.0}  # workers -> of plain Keras's time; seconds, on two cores
+# number of workers -> multiple of plain Keras's time; -> seconds, on two cores
+GOALS, GOALS_S = {2: 0.9}, {16: 12.0}
 
 
 def train(with_tfmw: bool) -> None:
-    """The training itself, in each process."""
+    """Runs the training itself, in each process."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -48,10 +49,10 @@ def train(with_tfmw: bool) -> None:
 
 
 def seconds(workers: int | None) -> float:
-    """Of the whole command.
+    """Seconds of the whole command.
 
     Args:
-        workers: of `tfmw run`; None: plain Keras in one process.
+        workers: number of workers of `tfmw run`; None: plain Keras in one process.
 
     Raises:
         subprocess.CalledProcessError: it failed.
@@ -60,7 +61,7 @@ def seconds(workers: int | None) -> float:
     command = [sys.executable, *run, "bench.whole", "--train", "tfmw" if workers else "keras"]
     began = time.perf_counter()
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else a checkout is compiled in each process
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise each process compiles the checkout
     subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began
 
@@ -76,7 +77,7 @@ def measure(workers: Sequence[int], rounds: int) -> dict[int | None, float]:
 
 
 def figures(workers: Sequence[int] = WORKERS, rounds: int = 3) -> list[Figure]:
-    """Measures."""
+    """Figures of the whole training."""
     found = measure(workers, rounds)
     rows = []
     for number in workers:

@@ -3,9 +3,9 @@
     with Network(workers=2, bits_per_s=1e9, delay_s=0.001) as network:
         subprocess.Popen([*network.inside(0), "ping", network.addresses[1]])
 
-Each worker has a network namespace with one device, tun(4), whose packets a process of ours takes,
-keeps for as long as the worker's own link of that rate and the delay (of one way) would, and hands
-over. The kernel's tc-netem(8) does this better, where it was built with it; many were not.
+Each worker has a network namespace with one device, tun(4). A process reads its packets, holds them
+for as long as a link of that rate and one-way delay would, and delivers them. The kernel's
+tc-netem(8) does this better, but many kernels are built without it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import Any
 _TUNSETIFF, _IFF_TUN_NO_PI = 0x400454CA, 0x0001 | 0x1000  # linux/if_tun.h
 _CLONE_NEWNET = 0x40000000
 _PR_SET_TIMERSLACK = 29
-_MTU = 65000  # few large packets: a process that looks at each of them has little time
+_MTU = 65000  # few large packets: the process needs time for each of them
 
 
 class Network:
-    """Namespaces of `workers`, connected.
+    """Network namespaces of `workers`, connected to each other.
 
     Args:
-        bits_per_s: that each worker may send.
-        delay_s: of a packet, one way.
+        bits_per_s: rate at which each worker may send.
+        delay_s: one-way delay of a packet.
 
     Attributes:
-        addresses: of the workers.
+        addresses: addresses of the workers.
     """
 
     def __init__(self, workers: int, bits_per_s: float = math.inf, delay_s: float = 0.0):
@@ -79,7 +79,7 @@ class Network:
         self._stack.close()
 
     def inside(self, worker: int) -> list[str]:
-        """What goes before a command that is to run there."""
+        """Prefix of a command that is to run in a worker's namespace."""
         return ["nsenter", "--net", "--target", str(self._holders[worker])]
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks train: the same networks for Keras 3, legacy Keras and PyTorch.
+"""Networks and data of the benchmarks, for Keras 3, legacy Keras and PyTorch.
 
 Numbers are made up and stay in memory, so that a step is arithmetic and communication. Everything
 here is per worker: the global batch is `batch` times the number of workers.
@@ -17,10 +17,10 @@ class Work:
     """A network and its data.
 
     Attributes:
-        about: one line.
-        shape: of one example.
+        about: description in one line.
+        shape: shape of one example.
         batch: examples per worker and step.
-        steps: steps per epoch; epochs are what is timed.
+        steps: steps per epoch; benchmarks time epochs.
         optimizer: "sgd" or "adam".
         words: size of the vocabulary where examples are sequences of word numbers; 0: images.
     """
@@ -35,7 +35,7 @@ class Work:
 
 CLASSES = 10
 EXAMPLES = 1024  # in memory, for all workers together, read again and again
-WIDTH = 128  # of the transformer
+WIDTH = 128  # width of the transformer
 
 WORKS = {
     "cnn": Work("CNN of TensorFlow's multi-worker tutorial, 2.8M parameters", (28, 28, 1), 64, 50),
@@ -60,7 +60,7 @@ def examples(work: Work, number: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batches(name: str, workers: int) -> Any:
-    """A tf.data.Dataset of global batches, for ever."""
+    """A tf.data.Dataset of global batches, endless."""
     import tensorflow as tf
 
     batch = WORKS[name].batch * workers
@@ -153,7 +153,7 @@ def _torch_transformer(work: Work) -> Any:
 
 
 def _torch_resnet50() -> Any:
-    """He et al., Deep Residual Learning for Image Recognition, 2015, table 1: 3, 4, 6, 3 blocks."""
+    """ResNet-50 of He et al., Deep Residual Learning, 2015, table 1: 3, 4, 6, 3 blocks."""
     from torch import nn
 
     def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> Any:

@@ -1,17 +1,21 @@
-"""Rules of prose: `python docs/prose.py` checks pages, notebooks, docstrings and messages.
+"""Rules of prose: `python docs/prose.py` checks pages, notebooks, docstrings, comments, messages.
 
     docs/howto/gpus.md:12: 31 words in a sentence, at most 25: "..."
 
 `make docs` runs it. It keeps the rules that a program can: sentences of at most 25 words, no noun
-clause as a subject or a title, and the field's words in place of the house's.
+clause as a subject or a title, and the field's words in place of the house's. The first line of a
+docstring is a noun phrase, or a verb with its object.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
+import io
 import json
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +36,27 @@ BANNED = {
     r"\b(\w+) \1\b": "a word twice",
 }
 """Pattern in a sentence -> remedy. Quoted messages and code are no sentences."""
+
+_PREPOSITIONS = "As|At|Before|After|Beside|Besides|By|For|From|In|Of|On|Over|With|Within|Without"
+_VERB = r"(is|are|was|were|be|been|has|have|had|do|does|can|may|must|will|would|\w+([^s]s|ed))\b"
+
+NO_FIRST_WORD = re.compile(
+    rf"({_PREPOSITIONS}|And|Are|But|Had|Has|Have|He|How|However|If|Is|It|Like|Neither|Nobody|None"
+    r"|Nor|Not|Or|Says|She|So|Such|Tells|Than|That|Then|There|They|Though|Until|What|Whatever|When"
+    r"|Where|Wherever|Which|Whichever|While|Who|Whoever|Whose|Why)\b(?![.:])"
+)
+"""A docstring that begins so has no noun phrase and no verb with its object in front."""
+
+BANNED_IN_SOURCE = {
+    r"^Of\b": "begins with Of: name the thing",
+    r"^(what|who|whose|whatever) [^?]*$": "begins with a noun clause: name the thing",
+    r"^None (where|while|without|of|outside|before|after|at|in|once|until)\b": "write None if",
+    rf"^({_PREPOSITIONS})\b(?!.*\b{_VERB}).*\.$": "has no verb",
+}
+"""The same for docstrings and comments, which are checked by these rules, too."""
+
+PLAIN = ("bench", "recipes")
+"""Folders and files whose docstrings and comments are all checked; other files follow."""
 
 # Pages that a program writes, and those of the past.
 WRITTEN = {
@@ -64,6 +89,38 @@ def docstrings() -> Iterator[tuple[Path, int, str]]:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in public:
                 yield path, node.lineno, ast.get_docstring(node) or ""
+
+
+def source_files() -> list[Path]:
+    """The Python files of `PLAIN`."""
+    tops = [ROOT / name for name in PLAIN]
+    return sorted(p for top in tops for p in ([top] if top.is_file() else top.rglob("*.py")))
+
+
+def all_docstrings(text: str) -> Iterator[tuple[int, str]]:
+    """(line, docstring) of a file: of the module, its classes, functions and attributes."""
+    for node in ast.walk(ast.parse(text)):
+        for statement in node.body if isinstance(getattr(node, "body", None), list) else ():
+            value = getattr(statement, "value", None) if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, inspect.cleandoc(value.value)
+
+
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each comment; lines below each other that have no code are one."""
+    block: list[str] = []
+    last = first = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            line, alone = token.start[0], token.line.lstrip().startswith("#")
+            if block and not (alone and line == last + 1):
+                yield first, "\n".join(block)
+                block = []
+            first = first if block else line
+            block.append(token.string.lstrip("# "))
+            last = line if alone else 0
+    if block:
+        yield first, "\n".join(block)
 
 
 SAYS = {"warn", "warning", "info", "error"}
@@ -127,16 +184,28 @@ def sentences(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def faults(text: str) -> Iterator[tuple[int, str]]:
+def faults(text: str, banned: dict[str, str] = BANNED) -> Iterator[tuple[int, str]]:
     """(line, fault) of each fault of a text in Markdown."""
     for line, paragraph in paragraphs(text):
         for sentence in sentences(plain(paragraph)):
             words = [w for w in sentence.split() if re.search(r"\w", w)]
             if len(words) > WORDS:
                 yield line, f"{len(words)} words in a sentence, at most {WORDS}: {sentence!r}"
-            for pattern, remedy in BANNED.items():
+            for pattern, remedy in banned.items():
                 if found := re.search(pattern, sentence):
                     yield line, f"{found[0]!r}: {remedy}"
+
+
+def source_faults(text: str) -> Iterator[tuple[int, str]]:
+    """(line, fault) of each fault of the docstrings and comments of a Python file."""
+    documented, banned = list(all_docstrings(text)), BANNED | BANNED_IN_SOURCE
+    for first, doc in documented:
+        if NO_FIRST_WORD.match(doc):
+            line = doc.partition("\n")[0]
+            yield first, f"{line!r}: begin with a noun, or a verb and its object"
+    for first, said in [*documented, *comments(text)]:
+        for line, fault in faults(said, banned):
+            yield first + line - 1, fault
 
 
 def main() -> int:
@@ -146,6 +215,8 @@ def main() -> int:
         found += [(path, first + line, said) for line, said in faults(doc)]
     for path, n, text in [*messages(), *cells()]:
         found += [(path, n, said) for _, said in faults(text)]
+    for path in source_files():
+        found += [(path, line, said) for line, said in source_faults(path.read_text())]
     for path, line, said in found:
         print(f"{path.relative_to(ROOT)}:{line}: {said}")
     return 1 if found else 0

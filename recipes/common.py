@@ -106,7 +106,7 @@ def init() -> Cluster:
 
 
 def cluster_from_flags() -> Cluster | None:
-    """The cluster of --worker_hosts, --job_name and --task_index; None without them.
+    """The cluster of --worker_hosts, --job_name and --task_index; None if they are missing.
 
     Raises:
         UsageError: --worker_hosts is missing, or it names several and --task_index is missing.
@@ -151,7 +151,7 @@ def _cluster_with_ps() -> Cluster:
 
 
 def _coordinator_of(cluster: Cluster | None) -> AbstractContextManager[None]:
-    """On worker 0: starts the coordinator, if no flag names one and servers serve one training."""
+    """Starts the coordinator, on worker 0, if no flag names one and servers serve one training."""
     existing = FLAGS.existing_servers or os.environ.get("TFMW_EXISTING_SERVERS") == "1"
     if cluster is None or not cluster.has_ps or FLAGS.chief_host or existing:
         return coordinator.unless_coordinated()

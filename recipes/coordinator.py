@@ -26,8 +26,8 @@ from tfmw.errors import TaskFailed
 from tfmw.launcher.spawn import TASK_COMMAND
 
 _STARTED_BY_WORKER = "TFMW_STARTED_BY_WORKER_0"
-_END_S = 30.0  # for the end of a coordinator that is done
-_ERROR_S = 5.0  # for this process to end with the error that the coordinator sends
+_END_S = 30.0  # time for a coordinator that is done to end
+_ERROR_S = 5.0  # time for this process to end with the error that the coordinator sends
 
 
 def address(workers: Sequence[str], servers: Sequence[str]) -> str:
@@ -43,7 +43,7 @@ def address(workers: Sequence[str], servers: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def beside(cluster: Cluster) -> Iterator[None]:
-    """On worker 0: runs the coordinator beside the body, which serves until it is done."""
+    """Runs the coordinator, on worker 0, while the body serves until the coordinator is done."""
     process = subprocess.Popen(
         [
             *(*TASK_COMMAND, "script", *sys.argv, "--job_name=chief", "--task_index=0"),
@@ -68,7 +68,7 @@ def beside(cluster: Cluster) -> Iterator[None]:
 
 
 def _end_with(process: subprocess.Popen[bytes]) -> None:
-    """Ends this process if the coordinator failed; otherwise it would wait for the next one."""
+    """Ends this process if the coordinator failed; it would wait for the next one otherwise."""
     status = process.wait()
     if status == 0:
         return
@@ -80,7 +80,7 @@ def _end_with(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def unless_coordinated() -> Iterator[None]:
-    """On the coordinator that worker 0 started: ends with 0 if another one coordinates."""
+    """Ends the coordinator that worker 0 started with status 0 if another one coordinates."""
     try:
         yield
     except AlreadyCoordinated as error:

@@ -5,7 +5,7 @@
 
 `keras.utils.FeatureSpace` normalizes numbers, encodes categories and crosses them. It is adapted
 before the training, on every worker from the same rows. The model, and so its export, takes the raw
-columns. The rows are made: does a customer answer an offer?
+columns. The rows are synthetic: does a customer answer an offer?
 """
 
 from __future__ import annotations

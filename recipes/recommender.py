@@ -98,13 +98,13 @@ def taste(ids: tf.Tensor) -> tf.Tensor:
 
 
 def memory(field: str) -> int:
-    """Bytes that this process has now (VmRSS), or has had at most (VmHWM)."""
+    """Resident memory of this process in bytes: now (VmRSS), or the peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(dict(line.split(":", 1) for line in lines)[field].split()[0]) * 1024
 
 
 def bytes_of(variables: list[keras.Variable]) -> int:
-    """Of their values, wherever they are."""
+    """Size of the variables' values in bytes, on any device."""
     return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 

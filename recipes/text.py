@@ -3,9 +3,9 @@
     python recipes/text.py
     tfmw run --workers 2 recipes/text.py --export_dir=build/text
 
-The input is text: the model has the vocabulary, and so has its export. The sentences are made, by a
-rule: each has words of praise or blame, and "not" before a word reverses it. The label is the sign
-of the sum. A bag of words cannot learn it, as it does not see which word a "not" reverses.
+The input is text: the model has the vocabulary, and so has its export. The sentences are generated
+by a rule: each has words of praise or blame, and "not" before a word reverses it. The label is the
+sign of the sum. A bag of words cannot learn it, as it does not see which word a "not" reverses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tfmw
 PRAISE = ["good", "great", "fine", "bright"]
 BLAME = ["bad", "poor", "dull", "weak"]
 OTHER = ["the", "film", "was", "and", "plot", "seemed", "very", "music"]
-WORDS = 16  # at most, in a sentence
+WORDS = 16  # at most so many words in a sentence
 EXAMPLES = 4096
 
 

@@ -34,8 +34,8 @@ class Status(keras.callbacks.Callback):
     """Sends progress, the remaining seconds and Keras's logs after each epoch, in a thread.
 
     Args:
-        url: of the controller, https.
-        ca_cert: path of the certificate that it is verified by; None for the system's.
+        url: the controller's URL, https.
+        ca_cert: path of the CA certificate that verifies it; None for the system's.
         token: path of the token.
     """
 
@@ -48,7 +48,7 @@ class Status(keras.callbacks.Callback):
         self._ca_cert = ca_cert
         self._token = token
         self._begin = 0.0
-        self._first: int | None = None  # epoch, of this attempt
+        self._first: int | None = None  # epoch at which this attempt began
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Status | None:
@@ -68,7 +68,7 @@ class Status(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         assert self._first is not None
         done, epochs = epoch + 1, self.params["epochs"]
-        seconds = (time.monotonic() - self._begin) / (done - self._first)  # of an epoch
+        seconds = (time.monotonic() - self._begin) / (done - self._first)  # seconds per epoch
         self._thread.submit(self._send, status(done, epochs, seconds, logs or {}))
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -83,7 +83,7 @@ class Status(keras.callbacks.Callback):
             request = urllib.request.Request(self._url, body, headers, method="POST")
             context = ssl.create_default_context(cafile=self._ca_cert)
             urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context).close()
-        except (OSError, ValueError) as error:  # the training goes on
+        except (OSError, ValueError) as error:  # a failed report does not stop the training
             logger.warning("the progress cannot be sent to Kubeflow's controller: %s", error)
 
 
@@ -92,7 +92,7 @@ def status(done: int, epochs: int, seconds: float, logs: Mapping[str, Any]) -> d
 
     Args:
         done: complete epochs, of `epochs`.
-        seconds: of an epoch.
+        seconds: duration of an epoch.
         logs: Keras's logs.
     """
     return {
