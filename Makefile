@@ -51,13 +51,11 @@ demo: $(STAMP)
 # Debian installs Slurm's daemons where only root's PATH looks.
 SLURM := $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld)
 NO_SLURM := make test: without the tests of Slurm, which is not installed: apt-get install slurm-wlm
-ETCD := $(shell command -v etcd)
-NO_ETCD := make test: without the tests of etcd, which is not installed: apt-get install etcd-server
 JAVA := $(shell command -v java)
 NO_JAVA := make test: without the tests of Spark, which needs Java: apt-get install default-jre-headless
 NODEJS := $(shell command -v node)
 NO_NODEJS := make test-long: without Perfetto's trace processor, which needs Node.js: apt-get install nodejs
-LACKS := $(strip $(if $(SLURM),,slurm) $(if $(ETCD),,etcd) $(if $(JAVA),,spark) $(if $(NODEJS),,nodejs))
+LACKS := $(strip $(if $(SLURM),,slurm) $(if $(JAVA),,spark) $(if $(NODEJS),,nodejs))
 NOTHING :=
 OR := $(NOTHING) or $(NOTHING)
 MISSING := $(if $(LACKS),not ($(subst $(NOTHING) $(NOTHING),$(OR),$(LACKS))))
@@ -70,7 +68,6 @@ PYTEST = $(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist 
 test: $(DEV)
 	@$(MAKE) --no-print-directory --jobs $(JOBS) lint type docs
 	@$(if $(SLURM),,echo "$(NO_SLURM)")
-	@$(if $(ETCD),,echo "$(NO_ETCD)")
 	@$(if $(JAVA),,echo "$(NO_JAVA)")
 	@$(PYTEST) -m "not long and not thorough$(if $(MISSING), and $(MISSING))"
 
@@ -100,7 +97,7 @@ flaky: $(DEV)
 	  -m "not long and not thorough$(if $(MISSING), and $(MISSING))" $(TESTS)
 
 # Hosts that come and go, at every point and by many more schedules than make test has. Best as root,
-# for network namespaces (TFMW_TEST_NAMESPACES=0: without them), and with etcd and Slurm.
+# for network namespaces (TFMW_TEST_NAMESPACES=0: without them), and with Slurm.
 test-hosts: $(DEV)
 	@TFMW_TEST_HOSTS=all TFMW_TEST_SCHEDULES=5000 $(BIN)/python -m pytest --timeout 1200 \
 	  $(if $(MISSING),-m "$(MISSING)") tests/hosts

@@ -16,7 +16,7 @@ from collections import deque
 from typing import Any
 
 from tfmw.launcher.failure import Failure
-from tfmw.launcher.hosts.lease import Lost, Record
+from tfmw.launcher.hosts.lease import Record
 from tfmw.launcher.hosts.settings import HEARTBEAT_S, SILENCE_S, HostSettings
 from tfmw.launcher.hosts.supervisor import Exit, Supervisor
 from tfmw.launcher.options import RunOptions
@@ -32,6 +32,7 @@ from tfmw.launcher.remote.messages import (
     decode,
     encode,
 )
+from tfmw.storage.leased_object import Lost
 
 STEP_S = 0.1
 TTL_S, MARGIN_S = 10.0, 2.0
@@ -160,8 +161,8 @@ class World:
     Args:
         hosts: how many.
         min_hosts: how few may train.
-        expires: whether the lock ends some seconds after its holder cannot reach it (etcd), or with
-            its holder's process only (a shared directory).
+        expires: whether the lock ends some seconds after its holder cannot reach it (a bucket),
+            or with its holder's process only (a shared directory).
         seed: of everything that varies.
         ps: how many parameter servers.
         rejoin_timeout_s: to wait for hosts that are not there.

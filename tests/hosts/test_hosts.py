@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.helpers.buckets import s3
 from tests.helpers.cluster import run_cluster
-from tests.helpers.etcd import etcd
 from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
 from tfmw.launcher import run_files
 
@@ -162,14 +162,13 @@ def test_hosts_with_several_workers_each(tmp_path, monkeypatch):
         assert set(worker["seen"]) == {3.0}  # epochs
 
 
-@pytest.mark.etcd
 @pytest.mark.thorough
-def test_with_etcd_the_host_that_leads_dies_and_comes_back(tmp_path):
+def test_with_a_bucket_the_host_that_leads_dies_and_comes_back(tmp_path, monkeypatch):
     epochs, go = 8, tmp_path / "go"
     flags = [f"--backup_dir={tmp_path}/backup", f"--epochs={epochs}", "--pause=0.7", f"--go={go}"]
     options = ["--max-restarts=5", "--min-hosts=1", "--rejoin-timeout=1"]
-    with etcd(tmp_path) as (endpoint, _):
-        options.append(f"--rendezvous=etcd://{endpoint}/run7")
+    with s3(monkeypatch) as server:
+        options.append(f"--rendezvous={server.url}/run7")
         with Hosts(tmp_path, 2, *options, program="hosts_fit.py", flags=flags) as h:
             h.wait_for(0, r"\] step \d+ at")
             leader = next(host for host in (0, 1) if h.said(host))

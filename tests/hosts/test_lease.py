@@ -1,4 +1,4 @@
-"""The lock that decides who leads, and the record beside it: in a directory, and in a real etcd."""
+"""The lock that decides who leads, and the record beside it: in a directory, and in a bucket."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.buckets import s3
 from tests.helpers.cluster import ROOT
-from tests.helpers.etcd import etcd
-from tfmw.launcher.hosts import lease as lease_module
+from tfmw.errors import UsageError
 from tfmw.launcher.hosts.lease import (
+    BucketLease,
     DirectoryLease,
-    EtcdLease,
     Lease,
     LeaseKeeper,
-    Lost,
     Record,
     lease_of,
 )
 from tfmw.storage import directories, fence
+from tfmw.storage.leased_object import TTL_S, Lost
 
 Make = Callable[[int], Lease]
 
 
-@pytest.fixture(params=["directory", pytest.param("etcd", marks=pytest.mark.etcd)])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+@pytest.fixture(params=["directory", "bucket"])
+def make(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
     """Makes the lease of a host; all of them are of one run."""
     if request.param == "directory":
         yield lambda host: lease_of(f"dir:{tmp_path}/run", host)
         return
-    with etcd(tmp_path) as (endpoint, _):
-        yield lambda host: lease_of(f"etcd://{endpoint}/run7", host)
+    with s3(monkeypatch) as server:
+        yield lambda host: lease_of(f"{server.url}/run7", host)
 
 
 def test_one_holder_at_a_time_and_its_record(make):
@@ -139,7 +141,7 @@ def test_a_directory_that_was_given_to_another_is_noticed(tmp_path):
     other.publish(Record("run", attempt=2))
     with pytest.raises(Lost, match="another host"):
         one.renew()
-    clock[0] += lease_module.TTL_S
+    clock[0] += TTL_S
     with pytest.raises(Lost, match="not renewed in time"):
         other.publish(Record("run", attempt=3))
     other.release()
@@ -154,7 +156,7 @@ def test_a_directory_that_stalled_is_given_back(tmp_path, monkeypatch):
     read = one.record
 
     def stalls() -> Record | None:
-        clock[0] += lease_module.TTL_S + 1
+        clock[0] += TTL_S + 1
         return read()
 
     monkeypatch.setattr(one, "record", stalls)
@@ -173,7 +175,7 @@ def test_a_record_whose_writing_stalled_is_not_put_in_its_place(tmp_path, monkey
 
     def stalls(descriptor: int) -> None:
         synced(descriptor)
-        clock[0] += lease_module.TTL_S + 1
+        clock[0] += TTL_S + 1
 
     monkeypatch.setattr(os, "fsync", stalls)
     with pytest.raises(Lost, match="not renewed in time"):
@@ -188,6 +190,7 @@ class Stalling:
         self.held_until = 0.0
         self.released = threading.Event()
         self.asked = threading.Event()
+        self.poll_s = 0.0
         self._stalls = stalls
 
     def acquire(self) -> bool:
@@ -221,26 +224,42 @@ def test_a_lock_with_which_nobody_leads_is_given_back(stalls):
             assert events.get()[0] != "lease_gained"
 
 
-@pytest.mark.etcd
-def test_a_holder_in_etcd_stops_before_another_can_lead(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease_module, "TTL_S", 2)
-    monkeypatch.setattr(lease_module, "_MARGIN_S", 0.5)
-    clock = [0.0]
-    with etcd(tmp_path) as (endpoint, server):
-        one = EtcdLease(f"etcd://{endpoint}", 0, clock=lambda: clock[0])
-        other = EtcdLease(f"etcd://{endpoint}", 1)
+def test_a_holder_in_a_bucket_stops_before_another_can_lead(monkeypatch):
+    clocks = [[0.0], [100.0]]
+    with s3(monkeypatch) as server:
+        one = BucketLease(f"{server.url}/run7", 0, clock=lambda: clocks[0][0])
+        other = BucketLease(f"{server.url}/run7", 1, clock=lambda: clocks[1][0])
         assert one.acquire()
-        assert one.held_until == 1.5
+        assert one.held_until == 8.0
         one.publish(Record("run", attempt=1))
-        clock[0] = 1.5
+        assert not other.acquire()
+        clocks[0][0] = 7.0
+        server.fault = lambda number, method, key: 403
+        with pytest.raises(OSError, match="access is denied"):
+            one.renew()
+        assert one.held_until == 8.0
+        server.fault = lambda number, method, key: None
+        clocks[0][0] = 8.0
         with pytest.raises(Lost, match="not renewed in time"):
             one.publish(Record("run", attempt=2))
-        while not other.acquire():  # once the lease has ended
-            pass
-        clock[0] = 0.0  # a clock that stands still does not help either
+        clocks[1][0] += TTL_S
+        assert other.acquire()
+        clocks[0][0] = 0.0  # a clock that stands still does not help either
         with pytest.raises(Lost):
             one.publish(Record("run", attempt=2))
         assert other.record() == Record("run", attempt=1)
-        server.kill()
-        with pytest.raises(OSError, match="etcd at"):
-            other.renew()
+
+
+def test_a_place_that_is_no_lock_is_refused():
+    with pytest.raises(UsageError, match=r"expected dir:/path of a directory .*, or s3://bucket"):
+        lease_of("etcd://h0:2379", 0)
+
+
+def test_a_record_in_a_bucket_that_cannot_be_read_lets_nobody_write(monkeypatch):
+    with s3(monkeypatch) as server:
+        monkeypatch.setenv(fence.FENCE, f"{server.url}/run7/LEADER")
+        with pytest.raises(OSError, match="s3://bucket/run7/LEADER has no record"):
+            fence.check()
+        server.fault = lambda number, method, key: 403
+        with pytest.raises(OSError, match="access is denied"):
+            fence.check()

@@ -18,10 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.hosts.simulation import World
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.hosts.leader import DRAIN_S
-from tfmw.launcher.hosts.lease import Lost, Record
+from tfmw.launcher.hosts.lease import Record
 from tfmw.launcher.hosts.settings import SILENCE_S
 from tfmw.launcher.hosts.supervisor import Supervisor
 from tfmw.launcher.remote.messages import Ended, EndReport, Ready, Start
+from tfmw.storage.leased_object import Lost
 
 HOSTS = 3
 PATIENCE_S = 90.0  # simulated
@@ -196,7 +197,7 @@ def test_an_attempt_that_could_not_be_recorded_starts_later_with_the_same_number
     supervisor.lease_gained(None, 0.1)
     (written,) = process.publish.call_args.args
     supervisor.from_tasks(Ready((1000,)), 0.2)
-    process.publish.side_effect = Lost("no etcd")
+    process.publish.side_effect = Lost("no answer")
     supervisor.tick(0.3)
     assert process.publish.call_args.args[0].attempt == 0
     assert supervisor.leader is None

@@ -106,7 +106,7 @@ _RUN_OPTIONS = {
         "--min-hosts M": "if hosts are lost, continue with at least M of them; default: all",
         "--rejoin-timeout S": "seconds to wait for missing hosts; default: 30",
         "--rendezvous PLACE": "lock that elects the leading host: dir:/a/directory/that/all/share, "
-        "or etcd://host:2379/name; default: a directory in the script's --backup_dir",
+        "or s3://bucket/run7; default: a directory in the script's --backup_dir",
         "--token-file FILE": "file with the secret of all hosts, from tfmw token; default: the "
         "variable TFMW_TOKEN",
     },

@@ -4,7 +4,7 @@
 
 Hosts that were cut off from the others cannot know at once that these continued without them. So
 what several hosts share is put in its place only by tasks whose attempt (TFMW_ATTEMPT) is the last
-one in the record of the run's leader. TFMW_FENCE names the record: a file, or a key of etcd. In a
+one in the record of the run's leader. TFMW_FENCE names the record: a file, or an object. In a
 process without it, everybody may write.
 """
 
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from tfmw.errors import TfmwError
-from tfmw.storage import etcd
+from tfmw.storage.bucket import Bucket, is_bucket
+from tfmw.storage.leased_object import LeasedObject
 
 FENCE = "TFMW_FENCE"
-"""Names the record: a path, or "etcd://host:2379/key"."""
+"""Names the record: a path, or "s3://bucket/run7/LEADER"."""
 
 ATTEMPT = "TFMW_ATTEMPT"
 
@@ -89,13 +90,14 @@ def recorded(place: str) -> int:
 
 
 def _record(place: str) -> dict[str, Any]:
-    if place.startswith(etcd.SCHEMES):
-        text = etcd.Client(place).get(etcd.key_of(place)) or ""
-    else:
-        text = Path(place).read_text(encoding="utf-8")
     try:
-        found: dict[str, Any] = json.loads(text)
+        if is_bucket(place):
+            folder, _, name = place.rpartition("/")
+            found = LeasedObject(Bucket(folder, quick=True), name).look()
+        else:
+            found = json.loads(Path(place).read_text(encoding="utf-8"))
         int(found["attempt"])
     except (ValueError, KeyError, TypeError) as error:
         raise OSError(f"{place} has no record of attempts") from error
-    return found
+    record: dict[str, Any] = found
+    return record

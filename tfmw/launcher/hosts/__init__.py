@@ -10,8 +10,8 @@ lock and the tasks that they are given, so tests run them in simulated time.
 `tfmw.launcher.remote.messages` is what supervisors send each other, over the connections of
 `host_links.py`.
 
-`lease.py` decides who leads: a lock in a shared directory, or etcd; no algorithm of ours. The
-holder also keeps the `Record` there, with the number of the last attempt. `launch.py` checks what
+`lease.py` decides who leads: a lock in a shared directory, or an object in a bucket, which also has
+the `Record`, with the number of the last attempt. `launch.py` checks what
 the user asks for. `supervisor_loop.py` is the process around all that, with the tasks of this host
 (`tfmw.launcher.remote.tasks`).
 

@@ -46,7 +46,7 @@ def launch_on_hosts(
         argv: the script's path, or the module's name, and its flags.
         settings: of all hosts, which may lack their ports; `facts` are added here.
         host: which of them this is; None: the only one whose address is one of this machine's.
-        rendezvous: "dir:/path" or "etcd://host:2379/key"; None: in the program's --backup_dir.
+        rendezvous: "dir:/path" or "s3://bucket/run7"; None: in the program's --backup_dir.
         token_file: holds the token; None: it is in TFMW_TOKEN.
         module: whether argv[0] is a module.
         log_dir: the run's folder is made in it.
@@ -126,7 +126,7 @@ def _rendezvous(argv: Sequence[str]) -> str:
                 if found is None
                 else f"its --backup_dir at {found}, without locks"
             )
-            + "; add --rendezvous dir:/a/directory/that/all/hosts/share, or etcd://host:2379/run7."
+            + "; add --rendezvous dir:/a/directory/that/all/hosts/share, or s3://bucket/run7."
         )
     return f"{DIRECTORY}{Path(found) / 'supervisors'}"
 

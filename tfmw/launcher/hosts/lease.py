@@ -1,4 +1,4 @@
-"""The lock whose holder leads; such locks exist already and are trusted.
+"""The lock whose holder leads: `flock` on a file, or conditional writes of an object in a bucket.
 
     lease = lease_of("dir:/shared/run7/supervisors", host=1)
     lease.acquire()                  # whether this process holds the lock now
@@ -28,21 +28,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tfmw.errors import TfmwError, UsageError
+from tfmw.errors import UsageError
 from tfmw.launcher.remote.messages import built
-from tfmw.storage import etcd
+from tfmw.storage.bucket import Bucket, is_bucket
 from tfmw.storage.disk import file_lock, flush
-
-TTL_S = 10
-"""Seconds without a renewal after which a holder has lost the lock."""
-
-_MARGIN_S = 2.0
-"""By so much earlier a holder stops: for the time that its last messages take."""
-
-POLL_S = 0.25
-"""Seconds between two attempts to get the lock, or to renew it."""
+from tfmw.storage.leased_object import BEAT_S, TTL_S, LeasedObject, Lost
 
 DIRECTORY = "dir:"
+_KEY = "key"
 Clock = Callable[[], float]
 
 
@@ -60,43 +53,29 @@ class Record:
     lines: tuple[str, ...] = ()  # about that, for the user
 
 
-class Lost(TfmwError):
-    """This process does not hold the lock, or cannot know whether it does."""
-
-
 def lease_of(rendezvous: str, host: int) -> Lease:
-    """The lease at "dir:/shared/path" or "etcd://host:2379/key".
+    """The lease at "dir:/shared/path" or in a bucket, at "s3://bucket/run7".
 
     Args:
         rendezvous: as the user wrote it.
 
     Raises:
-        UsageError: neither of them, a directory that cannot be written to, or certificates that
-            cannot be read.
+        UsageError: neither of them, a directory that cannot be written to, or a bucket that
+            cannot be opened.
     """
-    if rendezvous.startswith(etcd.SCHEMES):
-        try:
-            return EtcdLease(rendezvous, host)
-        except OSError as error:
-            raise UsageError(
-                f"the certificates for --rendezvous {rendezvous} cannot be read ({error}): set "
-                "ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY to their files."
-            ) from error
+    if is_bucket(rendezvous):
+        return BucketLease(rendezvous, host)
     if rendezvous.startswith(DIRECTORY) and len(rendezvous) > len(DIRECTORY):
         return DirectoryLease(Path(rendezvous.removeprefix(DIRECTORY)))
     raise UsageError(
         f"--rendezvous is {rendezvous!r}; expected dir:/path of a directory that all hosts share, "
-        "or etcd://host:2379 (etcds:// over TLS)."
+        "or s3://bucket/run7, gs://bucket/run7 or az://container/run7."
     )
 
 
-def _text_of(record: Record) -> str:
-    return json.dumps(dataclasses.asdict(record))
-
-
-def _record_of(text: str) -> Record:
+def _record_of(content: Any) -> Record:
     try:
-        record: Record = built(Record, json.loads(text))
+        record: Record = built(Record, content)
         return record
     except ValueError as error:
         raise OSError(f"the record of the run is damaged ({error})") from error
@@ -113,10 +92,12 @@ class DirectoryLease:
         UsageError: it cannot be written to.
     """
 
+    poll_s = 0.25  # between two attempts to get the lock, or to renew it
+
     def __init__(self, directory: Path, clock: Clock = time.monotonic) -> None:
         self._lock = directory / "LEADER"
         self._record = directory / "record.json"
-        self._key = directory / "key"
+        self._key = directory / _KEY
         self._clock = clock
         self._held = contextlib.ExitStack()
         self._own: Record | None = None  # what this process has published last
@@ -164,14 +145,16 @@ class DirectoryLease:
 
     def record(self) -> Record | None:
         try:
-            return _record_of(self._record.read_text(encoding="utf-8"))
+            return _record_of(json.loads(self._record.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
+        except ValueError as error:
+            raise OSError(f"the record of the run is damaged ({error})") from error
 
     def publish(self, record: Record) -> None:
         self.renew()
         temporary = self._record.with_name(f".record.{os.getpid()}")
-        temporary.write_text(_text_of(record), encoding="utf-8")
+        temporary.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
         flush(temporary)
         self._check_time()
         os.replace(temporary, self._record)
@@ -195,89 +178,59 @@ class DirectoryLease:
         return self._key.read_bytes()
 
 
-class EtcdLease:
-    """A lock in etcd: a key with a lease of TTL_S seconds. Its holder stops some time before.
+class BucketLease:
+    """A lock in a bucket: an object that its holder renews, with the record in it.
 
     Args:
-        url: "etcd://host:2379,host:2379/key".
+        url: "s3://bucket/run7".
         clock: monotonic seconds.
+
+    Raises:
+        UsageError: the bucket cannot be opened.
     """
 
+    poll_s = 1.0  # each is a request, or two, that the store charges for
+
     def __init__(self, url: str, host: int, clock: Clock = time.monotonic) -> None:
-        self._client = etcd.Client(url)
-        self._url = url.removesuffix("/")
-        self._prefix = etcd.key_of(url)
-        self._name = f"host {host} {secrets.token_hex(8)}"
+        self._bucket = Bucket(url, quick=True)
+        self._object = LeasedObject(self._bucket, "LEADER", f"host {host}", clock)
         self._clock = clock
-        self._lease = 0
-        self._revision = 0
-        self.held_until = 0.0
+        self._renewed = 0.0
+        self.fence = f"{self._bucket.url}/LEADER"
 
     @property
-    def fence(self) -> str:
-        return etcd.with_key(self._url, f"{self._prefix}/record")
+    def held_until(self) -> float:
+        return self._object.held_until
 
     def acquire(self) -> bool:
-        if self.held_until:
-            return True
-        if self._client.get(f"{self._prefix}/leader") is not None and not self._lease:
-            return False
-        asked = self._clock()
-        self._lease = self._lease or self._client.grant(TTL_S)
-        if not self._client.keep_alive(self._lease):
-            self._lease = 0
-            return False
-        revision = self._client.create(f"{self._prefix}/leader", self._name, self._lease)
-        if revision is None:
-            # Perhaps by this process, in a request whose response was lost.
-            found = self._client.look(f"{self._prefix}/leader")
-            if found is None or found[0] != self._name:
-                return False
-            revision = found[1]
-        self._revision = revision
-        self.held_until = asked + TTL_S - _MARGIN_S
-        return True
+        return self._object.acquire()
 
     def renew(self) -> None:
-        asked = self._clock()
-        if not self._client.keep_alive(self._lease):
-            self._forget()
-            raise Lost("the lease in etcd has ended")
-        self.held_until = asked + TTL_S - _MARGIN_S
+        if self._clock() - self._renewed >= BEAT_S:
+            self._renewed = self._clock()
+            self._object.renew()
 
     def record(self) -> Record | None:
-        text = self._client.get(f"{self._prefix}/record")
-        return None if text is None else _record_of(text)
+        content = self._object.look()
+        return None if content is None else _record_of(content)
 
     def publish(self, record: Record) -> None:
         if self._clock() >= self.held_until:
-            raise Lost("the lease in etcd was not renewed in time")
-        if not self._client.put_if(
-            f"{self._prefix}/record",
-            _text_of(record),
-            f"{self._prefix}/leader",
-            self._revision,
-        ):
-            self._forget()
-            raise Lost("another host has the lock in etcd")
+            raise Lost("the lock in the bucket was not renewed in time")
+        self._object.write(dataclasses.asdict(record))
 
     def release(self) -> None:
-        lease = self._lease
-        self._forget()
-        if lease:
-            with contextlib.suppress(OSError):  # it ends by itself
-                self._client.revoke(lease)
-
-    def _forget(self) -> None:
-        self.held_until, self._lease = 0.0, 0
+        self._object.release()
 
     def secret(self) -> bytes:
-        drawn = secrets.token_hex(32)
-        self._client.create(f"{self._prefix}/key", drawn)
-        return (self._client.get(f"{self._prefix}/key") or "").encode()
+        self._bucket.create(_KEY, secrets.token_hex(32).encode())
+        found = self._bucket.read(_KEY)
+        if found is None:
+            raise OSError(f"{self._bucket.url}/{_KEY} was removed")
+        return found[0]
 
 
-Lease = DirectoryLease | EtcdLease
+Lease = DirectoryLease | BucketLease
 
 
 class LeaseKeeper:
@@ -305,7 +258,7 @@ class LeaseKeeper:
 
     def _keep(self) -> None:
         problem = ""
-        while not self._closed.wait(POLL_S):
+        while not self._closed.wait(self.lease.poll_s):
             try:
                 with self._mutex:
                     if not self._closed.is_set():

@@ -24,7 +24,7 @@ from tfmw.cluster.signals import LEAVE
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.hosts.host_links import HostLinks
 from tfmw.launcher.hosts.leader import Leader
-from tfmw.launcher.hosts.lease import LeaseKeeper, Lost, Record
+from tfmw.launcher.hosts.lease import LeaseKeeper, Record
 from tfmw.launcher.hosts.settings import HostSettings
 from tfmw.launcher.remote.messages import (
     End,
@@ -44,6 +44,7 @@ from tfmw.launcher.remote.messages import (
 )
 from tfmw.launcher.remote.tasks import TasksOfOneMachine
 from tfmw.observe.goodput import Division
+from tfmw.storage.leased_object import Lost
 
 PAUSE_S = 3.0
 """Seconds in which a supervisor that gave the lock up does not try to get it again."""

@@ -4,7 +4,7 @@
         status = run_on_hosts(job, settings, host, lease, token, stop)
 
 One loop in the main thread looks at the tasks and hands events over. The lock has a thread, as a
-file system or etcd may not respond; connections have one, too.
+file system or a store may not respond; connections have one, too.
 """
 
 from __future__ import annotations

@@ -1,0 +1,152 @@
+"""Objects in a local S3 whose requests are lost, delayed, cut and refused."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.buckets import CREDENTIALS, s3
+from tfmw.errors import UsageError
+from tfmw.storage import bucket as bucket_module
+from tfmw.storage.bucket import CHUNK, Bucket
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as patch, s3(patch) as found:
+        yield found
+
+
+@pytest.fixture
+def bucket(server, request):
+    server.fault = lambda number, method, key: None
+    return Bucket(f"{server.url}/{request.node.name}")
+
+
+def test_names_may_contain_anything(server):
+    bucket = Bucket(f"{server.url}/run 7/ä%20[x]/")
+    bucket.put("a b/ü?*.[1]%", b"1")
+    assert {name: size for name, (size, _) in bucket.names().items()} == {"a b/ü?*.[1]%": 1}
+    assert bucket.names("a b").keys() == {"a b/ü?*.[1]%"}
+    assert bucket.read("a b/ü?*.[1]%")[0] == b"1"  # type: ignore[index]
+    bucket.remove(["a b/ü?*.[1]%", "another"])
+    assert bucket.names() == {}
+    assert bucket.read("a b/ü?*.[1]%") is None
+
+
+@pytest.mark.parametrize("action", [500, 503, "lost", "applied", "truncated"])
+def test_requests_that_fail_twice_are_repeated(bucket, server, action):
+    failing = [0]
+
+    def fault(number, method, key):
+        failing[0] += 1
+        return action if failing[0] <= 2 else None
+
+    def twice():
+        failing[0], server.fault = 0, fault
+
+    bucket.put("a", b"0123456789" * 100)
+    twice()
+    assert bucket.read("a")[0] == b"0123456789" * 100
+    twice()
+    assert bucket.read_ranges("a", [3, 990], [4, 10]) == [b"3456", b"0123456789"]
+    twice()
+    version = bucket.create("b", b"1")
+    assert version is not None
+    twice()
+    version = bucket.replace("b", b"2", version)
+    assert version is not None
+    server.fault = lambda number, method, key: None
+    assert bucket.read("b") == (b"2", version)
+
+
+def test_only_one_of_two_writers_replaces_a_version(bucket):
+    version = bucket.create("a", b"1")
+    assert bucket.create("a", b"2") is None
+    assert bucket.replace("a", b"2", version) is not None
+    assert bucket.replace("a", b"3", version) is None
+    assert bucket.read("a")[0] == b"2"
+
+
+def test_large_files_travel_in_parts(bucket, tmp_path, server):
+    data = bytes(range(251)) * ((2 * CHUNK + 12345) // 251)
+    (tmp_path / "data").write_bytes(data)
+    (tmp_path / "empty").write_bytes(b"")
+
+    server.requests.clear()
+    server.fault = lambda number, method, key: 503 if number % 3 == 0 else None
+    bucket.upload(str(tmp_path / "data"), "data")
+    bucket.upload(str(tmp_path / "empty"), "empty")
+    copies = [str(tmp_path / "copy"), str(tmp_path / "empty copy")]
+    bucket.download([("data", len(data), copies[0]), ("empty", 0, copies[1])])
+    assert (tmp_path / "copy").read_bytes() == data
+    assert (tmp_path / "empty copy").read_bytes() == b""
+    key = f"{bucket.url.removeprefix('s3://bucket/')}/data"
+    assert server.requests.count(f"GET {key}") >= 3
+    assert not [name for name in bucket.names() if name not in ("data", "empty")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (403, "list and delete there (403 Forbidden, AccessDenied)"),
+        (404, "there is no such bucket: create it, or check its name (404 Not Found, SlowDown)"),
+        (500, "the store answered 500 Internal Server Error, SlowDown"),
+        ("lost", "the store does not respond, or not completely"),
+    ],
+)
+def test_errors_are_one_sentence_without_credentials(server, monkeypatch, caplog, fault, expected):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr(bucket_module, "_QUICK_S", 0.5)
+    bucket = Bucket(f"{server.url}/errors", quick=True)
+    server.fault = lambda number, method, key: fault
+    calls = [lambda: bucket.put("a", b""), lambda: bucket.create("a", b""), lambda: bucket.names()]
+    for call in calls:
+        with pytest.raises(OSError, match=r"^s3://bucket/errors.* cannot be [a-z]+: ") as error:
+            call()
+        assert str(error.value).endswith(expected)
+        assert error.value.__cause__ is None
+        shown = f"{error.value}\n{caplog.text}"
+        assert not [secret for secret in CREDENTIALS.values() if secret in shown]
+
+
+def test_a_bucket_that_does_not_exist_is_named(server):
+    server.fault = lambda number, method, key: None
+    bucket = Bucket("s3://another/run7")
+    for call in (lambda: bucket.read("a"), lambda: bucket.put("a", b""), bucket.names):
+        with pytest.raises(OSError, match=r"s3://another/run7.* there is no such bucket: create"):
+            call()
+
+
+def test_without_obstore_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(
+        UsageError, match=r"s3://bucket/run7 is in a bucket.* install tfmw\[cloud\]"
+    ):
+        Bucket("s3://bucket/run7")
+
+
+def test_a_malformed_url_is_named(server):
+    with pytest.raises(UsageError, match="s3: cannot be opened"):
+        Bucket("s3://")
+
+
+@pytest.mark.slow
+def test_import_tfmw_does_not_import_obstore():
+    program = "import sys, tfmw, tfmw.train.calls; sys.exit('obstore' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_profiles_of_boto3_are_read(server, monkeypatch, tmp_path):
+    server.fault = lambda number, method, key: None
+    lines = ["[default]", *(f"{name.lower()} = {value}" for name, value in CREDENTIALS.items())]
+    (tmp_path / "credentials").write_text("\n".join(lines))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    bucket = Bucket(f"{server.url}/profile")
+    bucket.put("a", b"1")
+    assert bucket.read("a")[0] == b"1"  # type: ignore[index]

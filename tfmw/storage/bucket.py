@@ -1,0 +1,246 @@
+"""Objects in a bucket: conditional writes, uploads in parts, reads of ranges.
+
+    bucket = Bucket("s3://bucket/run7")               # gs://bucket/run7, az://container/run7
+    version = bucket.create("record", b"1")           # None: it exists
+    version = bucket.replace("record", b"2", version) # None: another process has replaced it
+    bucket.read("record")                             # (b"2", version); None: no such object
+    bucket.upload("/tmp/tensors.data", "step_12/tensors.data")
+    bucket.download([("step_12/tensors.data", size, "/tmp/copy")])
+
+By obstore, the binding of Rust's object_store: one interface and one wheel for S3 (AWS, MinIO, R2,
+Ceph), GCS and Azure, with the conditional writes of each. It is the extra `tfmw[cloud]`, and is
+imported by the first Bucket. Credentials are found as the stores' own clients do: AWS_* variables,
+boto3's profiles if boto3 is installed, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_* variables,
+and the identity of the machine. No error repeats them: a store's response is reduced to its code.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from tfmw.errors import UsageError
+
+SCHEMES = ("s3://", "gs://", "az://")
+CHUNK = 8 << 20
+"""Bytes of one request for a part of a large object."""
+
+Version = dict[str, Any]
+"""Identifies the content of an object: {"e_tag": ..., "version": ...}."""
+
+_PARALLEL = 8  # requests for ranges at the same time
+_RETRY_S = 60.0  # seconds in which a request is repeated, after 500, 503 or a lost connection
+_QUICK_S = 3.0  # the same, for what has to be known at once
+_ENDPOINTS = (
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT",
+    "AZURE_STORAGE_ENDPOINT",
+    "GOOGLE_BASE_URL",
+)
+_STATUS = re.compile(r"status code: (\d{3}[ \w]*)")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+_OTHER_REGION = ("AuthorizationHeaderMalformed", "PermanentRedirect", "without LOCATION")
+_MACHINES_IDENTITY = "169.254."  # where a cloud's machine is asked for credentials in the end
+_ADVICE = {
+    "bucket": "there is no such bucket: create it, or check its name",
+    "region": "the bucket is in another region: set AWS_REGION to that",
+    "access": "access is denied: give this process credentials that may read, write, list and "
+    "delete there",
+    "credentials": "no credentials were found: set the variables that the store's own client reads",
+    "none": "the store does not respond, or not completely",
+}
+
+
+def is_bucket(path: str) -> bool:
+    """Whether a path is a URL of an object store that tfmw reads and writes."""
+    return path.startswith(SCHEMES)
+
+
+class Bucket:
+    """The objects whose names begin with a URL's path.
+
+    Args:
+        url: "s3://bucket/run7", "gs://bucket/run7" or "az://container/run7".
+        quick: whether requests fail after seconds, for what has to be known at once.
+
+    Raises:
+        UsageError: obstore is not installed, or the URL or a variable is malformed.
+    """
+
+    def __init__(self, url: str, quick: bool = False):
+        self.url = url.rstrip("/")
+        self._api, self._store = _opened(self.url, _QUICK_S if quick else _RETRY_S)
+
+    def read(self, name: str) -> tuple[bytes, Version] | None:
+        """An object's content and version; None if there is none of this name."""
+        with self._errors("read", name):
+            try:
+                found = self._api.get(self._store, name)
+                return bytes(found.bytes()), _version(found.meta)
+            except FileNotFoundError as error:
+                if any(code in str(error) for code in _NO_BUCKET):
+                    raise
+                return None
+
+    def create(self, name: str, data: bytes) -> Version | None:
+        """Writes a new object; None if the name is taken, unless by the same content."""
+        return self._put(name, data, "create")
+
+    def replace(self, name: str, data: bytes, version: Version) -> Version | None:
+        """Writes an object whose version is still `version`; None if it has changed."""
+        return self._put(name, data, {k: v for k, v in version.items() if v is not None})
+
+    def _put(self, name: str, data: bytes, mode: Any) -> Version | None:
+        refused = self._api.exceptions.AlreadyExistsError, self._api.exceptions.PreconditionError
+        with self._errors("written", name):
+            try:
+                return _version(self._api.put(self._store, name, data, mode=mode))
+            except refused:
+                # A request whose response was lost is repeated, and finds its own content.
+                found = self.read(name)
+                return found[1] if found is not None and found[0] == data else None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Writes an object, whether there is one or not."""
+        with self._errors("written", name):
+            self._api.put(self._store, name, data)
+
+    def upload(self, path: str, name: str) -> None:
+        """Writes a local file as an object; a large one in parts, several at a time."""
+        with self._errors("written", name), open(path, "rb") as file:
+            self._api.put(self._store, name, file, chunk_size=CHUNK, max_concurrency=_PARALLEL)
+
+    def read_ranges(self, name: str, starts: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+        """Some ranges of bytes of an object."""
+        with self._errors("read", name):
+            found = self._api.get_ranges(self._store, name, starts=starts, lengths=lengths)
+            return [bytes(part) for part in found]
+
+    def download(self, files: Iterable[tuple[str, int, str]]) -> None:
+        """Reads objects into local files, ranges of several at a time.
+
+        Args:
+            files: (name of the object, its bytes, path of the file).
+        """
+        chunks = []
+        for name, size, path in files:
+            with open(path, "wb") as file:
+                file.truncate(size)
+            chunks += [
+                (name, start, min(CHUNK, size - start), path) for start in range(0, size, CHUNK)
+            ]
+
+        def fetch(chunk: tuple[str, int, int, str]) -> None:
+            name, start, length, path = chunk
+            (data,) = self.read_ranges(name, [start], [length])
+            if len(data) != length:
+                raise OSError(f"{self.url}/{name} has fewer than {start + length} bytes")
+            with open(path, "r+b") as file:
+                file.seek(start)
+                file.write(data)
+
+        with concurrent.futures.ThreadPoolExecutor(_PARALLEL) as pool:
+            for _ in pool.map(fetch, chunks):
+                pass
+
+    def names(self, folder: str = "") -> dict[str, tuple[int, str]]:
+        """(bytes, ETag) of the objects in a folder and the folders in it, by name."""
+        with self._errors("listed", folder):
+            found = self._api.list(self._store, folder or None)
+            return {one["path"]: (one["size"], one["e_tag"]) for part in found for one in part}
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Removes objects; those that are gone already, too."""
+        for name in names:
+            with self._errors("removed", name), contextlib.suppress(FileNotFoundError):
+                self._api.delete(self._store, name)
+
+    @contextlib.contextmanager
+    def _errors(self, done: str, name: str) -> Iterator[None]:
+        """Errors of the store as an OSError of one sentence."""
+        kinds = (self._api.exceptions.BaseError, FileNotFoundError, PermissionError)
+        try:
+            yield
+        except kinds as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of a local file
+            place = f"{self.url}/{name}".rstrip("/")
+            # `from None`: the store's text has requests and whole responses.
+            raise OSError(f"{place} cannot be {done}: {_reason(error)}") from None
+
+
+def _opened(url: str, retry_s: float) -> tuple[Any, Any]:
+    """(the module obstore, its store for a URL)."""
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError as error:
+        raise UsageError(
+            f"{url} is in a bucket, which tfmw reads and writes by obstore: install tfmw[cloud] "
+            f"({error})."
+        ) from error
+    options: dict[str, Any] = {
+        "client_options": {
+            "connect_timeout": "2s",
+            "timeout": "30s" if retry_s > _QUICK_S else "2s",
+        },
+        "retry_config": {
+            "max_retries": 10,
+            "retry_timeout": timedelta(seconds=retry_s),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=100),
+                "max_backoff": timedelta(seconds=5),
+                "base": 2,
+            },
+        },
+    }
+    if any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS):
+        options["client_options"]["allow_http"] = True
+    try:
+        if (
+            url.startswith("s3://")
+            and "AWS_ACCESS_KEY_ID" not in os.environ
+            and importlib.util.find_spec("boto3")
+        ):
+            import boto3
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            session = boto3.Session()
+            if session.get_credentials() is not None:
+                options["credential_provider"] = Boto3CredentialProvider(session)
+        return obstore, obstore.store.from_url(url, **options)
+    except (obstore.exceptions.BaseError, ValueError) as error:
+        raise UsageError(f"{url} cannot be opened: {str(error).splitlines()[0]}.") from None
+
+
+def _version(meta: Any) -> Version:
+    return {"e_tag": meta["e_tag"], "version": meta["version"]}
+
+
+def _reason(error: Exception) -> str:
+    """What a store has said, in words, with its status and its code."""
+    text = str(error)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    said = ", ".join(m[1].strip() for m in (status, code) if m)
+    if _MACHINES_IDENTITY in text:
+        kind, said = "credentials", ""
+    elif any(name in text for name in _NO_BUCKET) or (status and status[1].startswith("404")):
+        kind = "bucket"
+    elif any(name in text for name in _OTHER_REGION):
+        kind = "region"
+    elif status and status[1].startswith(("401", "403")):
+        kind = "access"
+    elif status is None:
+        kind = "none"
+    else:
+        return f"the store answered {said}"
+    return f"{_ADVICE[kind]}{said and f' ({said})'}"

@@ -1,0 +1,185 @@
+"""A small object in a bucket that one process at a time may write: a lock and its data in one.
+
+    leased = LeasedObject(Bucket("s3://bucket/run7", quick=True), "LEADER")
+    leased.acquire()                 # whether this process holds it now; `data` is the last data
+    leased.held_until                # monotonic seconds until which that is certain; 0: not held
+    leased.renew()                   # moves that; raises Lost
+    leased.write({"steps": [12]})    # raises Lost, and then it is not written
+    leased.release()
+
+Each change of the object replaces the version that its holder has written last, and a new holder
+replaces it once. So a holder that was paused, or cut off, writes nothing after another one took
+over, however long it slept and whatever the clocks show: the store compares the versions, and
+clocks decide only when the next process tries. A process that waits takes over once the object
+has not changed for TTL_S seconds of its own clock; a holder is certain of its lock for less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tfmw.errors import TfmwError
+from tfmw.storage.bucket import Bucket, Version
+
+TTL_S = 10.0
+"""Seconds without a change after which another process takes the object over."""
+
+BEAT_S = 2.5
+"""Seconds between two renewals."""
+
+_MARGIN_S = 2.0  # by which a holder is certain for less, for the time that its last messages take
+
+Clock = Callable[[], float]
+
+
+class Lost(TfmwError):
+    """This process does not hold the lock, or cannot know whether it does."""
+
+
+class LeasedObject:
+    """The lock of an object, and its data.
+
+    Args:
+        bucket: where it is.
+        name: of the object.
+        owner: what others read about the holder; by default the process.
+        clock: monotonic seconds.
+
+    Each call may wait for the network, and raises OSError if its answer cannot be known now.
+    """
+
+    def __init__(
+        self, bucket: Bucket, name: str, owner: str = "", clock: Clock = time.monotonic
+    ) -> None:
+        self.data: Any = None  # as read or written last
+        self.holder = ""  # who held it when it was read last; "" for nobody
+        self.held_until = 0.0
+        self._bucket, self._name, self._clock = bucket, name, clock
+        self._own = {
+            "token": secrets.token_hex(8),
+            "owner": f"process {os.getpid()} on {socket.gethostname()}{owner and f', {owner}'}",
+            "machine": _machine(),
+            "pid": os.getpid(),
+        }
+        # Of the version that was read or written last, and when this process saw it first.
+        self._version: Version | None = None
+        self._token = ""
+        self._since = 0.0
+        self._mutex = threading.RLock()
+
+    def look(self) -> Any:
+        """Reads the object; the result is its data, None without the object."""
+        with self._mutex:
+            self._read()
+            return self.data
+
+    def _read(self) -> dict[str, Any]:
+        found = self._bucket.read(self._name)
+        if found is None:
+            self._version, self._token, self.holder, self.data = None, "", "", None
+            return {}
+        text, version = found
+        if version != self._version:
+            self._version, self._since = version, self._clock()
+        try:
+            content: dict[str, Any] = json.loads(text)
+            self._token, self.data = content["token"], content["data"]
+            self.holder = content["owner"] if self._token else ""
+            return content
+        except (ValueError, KeyError, TypeError) as error:
+            raise OSError(f"{self._bucket.url}/{self._name} is not of tfmw, or damaged") from error
+
+    def acquire(self, may_follow: Callable[[str], bool] = lambda owner: False) -> bool:
+        """Takes the lock if it is free; whether this process holds it now.
+
+        Args:
+            may_follow: whether the lock of this owner, which has ended, is free at once.
+        """
+        with self._mutex:
+            if self.held_until:
+                return True
+            asked = self._clock()
+            content = self._read()
+            waited = self._clock() - self._since >= TTL_S
+            if self._token not in ("", self._own["token"]) and not (
+                waited or _is_gone(content) or may_follow(self.holder)
+            ):
+                return False
+            if not self._put(self.data):
+                return False
+            self.held_until = asked + TTL_S - _MARGIN_S
+            return True
+
+    def renew(self) -> None:
+        """Shows that this process is there. Raises Lost."""
+        with self._mutex:
+            self.write(self.data)
+
+    def write(self, data: Any) -> None:
+        """Replaces the data.
+
+        Raises:
+            Lost: another process has taken the lock over; nothing is written.
+            OSError: it is not known whether it is written.
+        """
+        with self._mutex:
+            asked = self._clock()
+            while self._token == self._own["token"]:
+                if self._put(data):
+                    self.held_until = asked + TTL_S - _MARGIN_S
+                    return
+                self._read()  # what another process wrote, or this one: its response was lost
+            self.held_until = 0.0
+            raise Lost(f"another process has taken over {self._bucket.url}/{self._name}")
+
+    def _put(self, data: Any, **changes: str) -> bool:
+        """Replaces the version that was seen last. Each content is a new one, and so its ETag."""
+        content = {**self._own, "nonce": secrets.token_hex(8), "data": data, **changes}
+        text = json.dumps(content).encode()
+        if self._version is None:
+            version = self._bucket.create(self._name, text)
+        else:
+            version = self._bucket.replace(self._name, text, self._version)
+        if version is None:
+            return False
+        self._version, self._since = version, self._clock()
+        self._token, self.data = content["token"], data
+        return True
+
+    def release(self) -> None:
+        """Gives the lock back if this process holds it; the data stays."""
+        with self._mutex, contextlib.suppress(OSError):  # it ends by itself
+            self.held_until = 0.0
+            if self._token == self._own["token"]:
+                self._put(self.data, token="")
+
+
+def _machine() -> str:
+    """Identifies the processes among which a process has its number."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return secrets.token_hex(8)
+
+
+def _is_gone(content: dict[str, Any]) -> bool:
+    """Whether an object's holder is a process of this machine that has ended."""
+    if content.get("machine") != _machine():
+        return False
+    try:
+        os.kill(int(content["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return False
