@@ -65,7 +65,7 @@ RUN: dict[str, Here | Reason | str] = {
     "pip install .": "tests/package.py::check_wheel",
     r"pip install (dist/)?tfmw-\*\.whl": "tests/package.py::check_wheel",
     "pip install build && python -m build --wheel": Reason("make package builds both"),
-    r"pip install '(tfmw\[\w+\]|tensorflow\[and-cuda\])'": Reason("installs from PyPI"),
+    r"pip install '(\.\[\w+\]|tensorflow\[and-cuda\])'": Reason("installs from PyPI"),
     "python train.py": "tests/docs/test_readme.py::test_the_readme",
     "tfmw run --workers 2 train.py": "tests/docs/test_readme.py::test_the_readme",
     "tfmw run --workers 2 --log-dir logs train.py": Here(),

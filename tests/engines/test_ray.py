@@ -301,5 +301,5 @@ def test_ray_without_the_name_of_its_dashboard(monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UsageError, match=r"on='ray' needs the package ray.*'tfmw\[ray\]'"):
+    with pytest.raises(UsageError, match=r"on='ray' needs the package ray.*'\.\[ray\]'"):
         tfmw.submit(visible, on="ray")

@@ -92,5 +92,5 @@ class TestSpark(Contract):
 
 def test_without_spark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyspark", None)
-    with pytest.raises(UsageError, match=r"on='spark' needs the package pyspark.*'tfmw\[spark\]'"):
+    with pytest.raises(UsageError, match=r"on='spark' needs the package pyspark.*'\.\[spark\]'"):
         tfmw.submit(print, on="spark")

@@ -62,7 +62,9 @@ def serve(
     """
     address, port = listens_at(at)
     if importlib.util.find_spec("prometheus_client") is None:
-        raise UsageError("--metrics-port needs prometheus_client: pip install 'tfmw[metrics]'.")
+        raise UsageError(
+            "--metrics-port needs prometheus_client: pip install '.[metrics]' in a clone of tfmw."
+        )
     if not from_file:
         environ[METRICS_PORT] = at
         return None

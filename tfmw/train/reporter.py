@@ -56,7 +56,7 @@ class Reporter:
         except ImportError:
             raise UsageError(
                 f"{METRICS_FILE if self._file else METRICS_PORT} is set and prometheus_client is "
-                "not installed: pip install 'tfmw[metrics]'."
+                "not installed: pip install '.[metrics]' in a clone of tfmw."
             ) from None
         self._registry = prometheus_client.CollectorRegistry()
         self._write_file = prometheus_client.write_to_textfile

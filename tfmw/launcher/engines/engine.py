@@ -187,5 +187,5 @@ def library(name: str, extra: str = "") -> Any:
         engine = extra or name
         raise UsageError(
             f"on={engine!r} needs the package {error.name or name}, which is not installed: "
-            f"pip install 'tfmw[{engine}]'."
+            f"pip install '.[{engine}]' in a clone of tfmw."
         ) from error
