@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_report_header() -> str | None:
-    """Says how to run the same part of the tests again."""
+    """Command that runs the same part of the tests again."""
     parts = os.environ.get(part.PART)
     return parts and f"every test in {parts}: {part.PART}={parts} {part.SEED}={part.seed()}"
 
@@ -77,8 +77,8 @@ def run_cluster() -> Callable[..., cluster.ClusterRun]:
     return cluster.run_cluster
 
 
-# A shell starts its background jobs with these ignored, and whoever runs the tests so would hand
-# that on to every process whose reaction to them is tested.
+# A shell starts its background jobs with these signals ignored. The tests would hand that on to
+# every process whose reaction to a signal is tested.
 for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
     if signal.getsignal(_number) is signal.SIG_IGN:
         default = signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL

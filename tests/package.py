@@ -1,7 +1,8 @@
 """Whether what would be published works: `make package`, after the sdist and wheel are in dist.
 
-The wheel is installed into an empty environment of each supported Python that is found, where the
-README's program runs on one process and on two workers. The tests of the unpacked sdist run here.
+The wheel is installed into an empty environment of each supported Python that is found. The
+README's program runs there on one process and on two workers. The tests of the unpacked sdist run
+here.
 """
 
 from __future__ import annotations

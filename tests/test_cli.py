@@ -41,7 +41,7 @@ def test_version():
 
 
 def test_report_progress_in_a_custom_loop(tmp_path):
-    """Without TensorFlow."""
+    """The loop imports no TensorFlow."""
     from tfmw.launcher.process import TaskFiles
     from tfmw.observe.progress import PROGRESS_FILE
 
@@ -106,7 +106,7 @@ def test_wrong_cluster_description_raises_before_any_task_starts():
 
 
 class TestSplit:
-    """Whose flag is whose."""
+    """Division of the flags between tfmw and the script."""
 
     @pytest.mark.parametrize(
         ("given", "own", "program"),
@@ -212,7 +212,7 @@ def test_init_runs_before_the_script(tmp_path):
 
 
 def test_help_is_quick():
-    """It imports the standard library only: that takes a tenth of a second."""
+    """The help imports the standard library only, which takes a tenth of a second."""
     command = [sys.executable, "-X", "importtime", "-m", "tfmw", "run", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0

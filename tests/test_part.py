@@ -1,4 +1,4 @@
-"""Which tests run, and in which order."""
+"""Selection and order of the tests."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_backups_that_servers_could_not_read_are_refused(tmp_path, monkeypatch, 
 
 
 def test_leftovers_are_removed(tmp_path):
-    """What a killed process leaves beside an export of any name."""
+    """A killed process leaves files beside an export of any name."""
     for name in ("new\nline", "star*"):
         leftover = tmp_path / f".{name}.writing-0123456789ab"
         leftover.mkdir()

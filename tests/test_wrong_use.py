@@ -1,4 +1,4 @@
-"""Wrong uses each give one sentence: what was received, what was expected, what to do."""
+"""Wrong uses, each with one sentence: the received value, the expected one, and the remedy."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_states_of_examples_on_one_replica_are_those_of_keras() -> None:
 
 
 def test_a_backup_of_parameter_servers_is_refused_in_synchronous_training(tmp_path, monkeypatch):
-    # What a training on parameter servers writes as its place in the data.
+    # A backup as a training on parameter servers writes it, with its position in the data.
     backup = tfmw.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
     with monkeypatch.context() as patch:
         patch.setattr(resume, "_run", lambda: "another process")

@@ -26,7 +26,7 @@ from tfmw.launcher.output import Display, without_notices
 from tfmw.train import fit_context
 from tfmw.train.callbacks.progress_bar import Bar, Lines, Throughput, with_progress
 
-# What one process without a GPU writes with TensorFlow 2.21.0, and 2.18.1.
+# Output of one process without a GPU, with TensorFlow 2.21.0 and 2.18.1.
 NOTICES = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
 I0000 00:00:1795264727.917557   12869 cudart_stub.cc:31] Could not find cuda drivers on your \
@@ -61,7 +61,7 @@ NO_NOTICES = [
 ]
 
 
-# What the survivors of collectives="ring" write once a worker is killed, with TensorFlow 2.21.0.
+# Output of the survivors of collectives="ring" once a worker is killed, with TensorFlow 2.21.0.
 ECHO = """\
 E0000 00:00:1795322305.180684    2442 ring_alg.cc:291] Aborting RingReduce with UNAVAILABLE: \
 recvmsg:Connection reset by peer
@@ -202,7 +202,7 @@ def test_bar_is_that_of_keras_with_examples_per_second(monkeypatch):
 @pytest.mark.parametrize("target", [938, None])
 @pytest.mark.parametrize("metrics", [1, 2, 3])
 def test_no_state_of_the_bar_is_wider_than_its_terminal(monkeypatch, columns, target, metrics):
-    """It could not be written over: each state would stay."""
+    """A state wider than the terminal could not be overwritten: each state would stay."""
     *states, last = drawn(monkeypatch, columns, target, metrics=metrics)
     keras_own = [state for state in states if "examples/s" not in state]
     longest = max(map(len, keras_own), default=0) - (16 if target else 0)  # the bar can be short
@@ -235,7 +235,7 @@ def test_lines_are_for_output_to_files(monkeypatch):
 @pytest.mark.parametrize("kind", ["known", "unknown", "function", "ragged"])
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_examples_are_counted_one_by_one(monkeypatch, kind, eagerly):
-    """25 of them in batches of 10, and 7 to validate on; whoever knows the batches, or not."""
+    """Counts 25 examples in batches of 10, and 7 for validation, with known batches or not."""
     x: Any = np.arange(25, dtype="float32")[:, None]
     batches: Any = tf.data.Dataset.from_tensor_slices((x, x)).batch(10)
     if kind == "unknown":

@@ -83,7 +83,7 @@ def assert_all_steps(folder: Path, events: list[Event]) -> None:
 
 
 def assert_in_chromes_format(events: list[Event]) -> None:
-    """As Perfetto wants it: known fields, and events of one row that do not overlap, but nest."""
+    """Checks Perfetto's format: known fields; events of one row nest, but do not overlap."""
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     # To Perfetto a thread's number is its own over all processes, and 0 is a process's main one.
@@ -136,7 +136,7 @@ def assert_accounts_agree(result: dict[str, Any], row: Callable[[str], list[Even
 
 
 def agreeing(expected: float) -> Any:
-    """Of eight steps, within 5 %, and 2 ms a step: other clocks are read a few lines later.
+    """Approximate time of eight steps, within 5 % and 2 ms a step: their clocks are read apart.
 
     On a busy machine a thread may lose its core between two lines.
     """

@@ -154,7 +154,7 @@ def test_best_backup_is_exported_and_backups_are_removed(run):
 
 @pytest.mark.thorough
 def test_killed_evaluator_resumes(tmp_path):
-    """It alone is killed, and alone started again."""
+    """The test kills the evaluator alone, and only the evaluator starts again."""
     arguments = [tmp_path, "--wait"]
     with ByHand("evaluated.py", workers=1, ps=1, arguments=arguments) as cluster:
         first = cluster.start("evaluator")

@@ -1,4 +1,4 @@
-"""Rows 1, 2 and 13 with real training: whatever is killed, the run ends with the same weights."""
+"""Rows 1, 2 and 13 with real training: after any kill the run ends with the same weights."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.multiprocess
 
 PROGRAM = str(PROGRAMS / "restart_fit.py")
 EPOCHS, STEPS = 3, 12
-# What TensorFlow's own collectives say of a worker that is gone.
+# Words of TensorFlow's own collectives about a lost worker.
 OF_THE_GONE = "ring_alg|StartAbort"
 
 
 @dataclasses.dataclass
 class Trained:
-    """How a run of restart_fit.py ended, and what each worker had then."""
+    """Result of a run of restart_fit.py, and the final state of each worker."""
 
     status: int
     output: str
@@ -43,7 +43,7 @@ class Trained:
         return self.output.count("tfmw: restart ")
 
 
-# What a test does when a worker says that it has made a step: (worker, step, attempt, pid).
+# The action of a test when a worker reports a step: (worker, step, attempt, pid).
 Disturb = Callable[[int, int, int, int], None]
 
 
@@ -142,7 +142,7 @@ def assert_divided(done: Trained) -> None:
 @pytest.mark.thorough
 def test_follow_up_errors_of_a_lost_worker_are_only_in_the_log(tmp_path):
     # Without a restart that waits for it, the survivor has the time to speak before it leaves. It
-    # waits in a collective then: what is between this step and the next needs nobody else.
+    # waits in a collective then: work between this step and the next needs no other worker.
     options = ["--log-dir", str(tmp_path / "logs")]
     arguments = ["--collectives=ring", "--die=1:step:6"]
     done = train(tmp_path, lambda *_: None, *options, arguments=arguments)
@@ -182,7 +182,7 @@ def test_row_13_preempted_in_a_validation(undisturbed, tmp_path):
     arguments = ["--die", "1:validation:1:term,0:validation:2,0:validation:7:term"]
     done = train(tmp_path, lambda *_: None, "--max-restarts", "1", arguments=arguments)
     assert_same(done, undisturbed)
-    for worker in done.workers:  # what callbacks had counted before a validation is what they have
+    for worker in done.workers:  # their counts are those from before the validation
         assert worker["validations"] == undisturbed.workers[0]["validations"]
     assert done.output.count("(not counted as a restart)") == 2
     assert len(re.findall(r"\[worker 0\] made step", done.output)) == EPOCHS * STEPS

@@ -1,4 +1,4 @@
-"""Runs that are interrupted and go on, on real processes. Rows: docs/explain/failure-model.md."""
+"""Runs that are interrupted and resumed, on real processes. Rows: docs/explain/failure-model.md."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_row_24_workers_with_different_amounts_of_data_neither_hang_nor_give_nan
 def faults(
     backups: Path, *places: str, workers: int, restarts: int = 0, status: int = 0
 ) -> tuple[list[dict[str, Any]], str]:
-    """What the workers of resume_faults.py wrote, and what the launcher printed."""
+    """Results of the workers of resume_faults.py, and the output of the launcher."""
     results = Path(tempfile.mkdtemp(dir=backups.parent))
     with tfmw_command(
         "run", "--workers", str(workers), "--max-restarts", str(restarts),
@@ -147,7 +147,7 @@ def undisturbed(folder):
 
 
 def data_files(backups: Path) -> int:
-    """How many tasks have written each of the backups."""
+    """Number of tasks that have written each of the backups."""
     (number,) = {len(list(step.glob("tensors.data-*"))) for step in backups.glob("step_*")}
     return number
 

@@ -21,7 +21,7 @@ WEIGHTS: np.ndarray = np.arange(6, dtype="f").reshape(2, 3)
 
 
 class Posts:
-    """What tasks post, and whether worker 1 is there."""
+    """Values that tasks post, and whether worker 1 is lost."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}

@@ -206,7 +206,7 @@ def test_kill_during_a_write_leaves_a_complete_backup(tmp_path, step):
 
 
 def fall_back(store: BackupStore, caplog: pytest.LogCaptureFixture) -> int:
-    """The step that a run would go on from, as `resume.Backups` finds it."""
+    """The step that a run would resume from, as `resume.Backups` finds it."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, "tfmw"):
         found = store.newest_intact(value_of)
@@ -270,7 +270,7 @@ def test_without_an_intact_backup_nothing_starts_over_or_is_deleted(store, caplo
 
 
 def test_backups_without_records_are_refused_and_not_deleted(store, caplog):
-    """Of a copy that was interrupted or filtered; a local write leaves none."""
+    """A copy that was interrupted or filtered may lack records; a local write always has them."""
     paths = written(store, 1, 2)
     for path in paths:
         (path / "record.json").unlink()
@@ -287,7 +287,7 @@ def test_backups_without_records_are_refused_and_not_deleted(store, caplog):
 
 
 def test_only_what_a_write_has_marked_is_a_leftover_in_an_object_store(tmp_path, caplog):
-    """Its writes and removals end at each of their changes; what was complete is found."""
+    """Writes and removals end at each of their changes; the complete backup is still found."""
     url = f"file://{tmp_path}/backups"
     store = BackupStore(url)
     points, failed = 0, True
@@ -554,7 +554,7 @@ def test_resumed_run_keeps_its_own_settings():
 @pytest.mark.slow
 @pytest.mark.parametrize("lacks", [None, errno.EOPNOTSUPP])
 def test_second_run_is_refused_until_the_first_has_ended(store, monkeypatch, caplog, lacks):
-    """On a file system without flock, too, of which a killed run leaves a lease."""
+    """A file system without flock is tested, too; there a killed run leaves a lease."""
     if lacks is not None:
         monkeypatch.setattr(fcntl, "flock", lacking(lacks))
     with subprocess.Popen(
@@ -597,7 +597,7 @@ def test_backups_are_written_where_directories_cannot_be_flushed(store, monkeypa
 
 
 def test_a_run_that_cannot_begin_releases_the_lock(store):
-    """What an interpreter does next, a notebook's say, gets the same error, not another one."""
+    """The next run in the same interpreter, such as a notebook's, gets the same error again."""
     for path in written(store, 1, 2):
         (path / "record.json").unlink()
     for _ in range(2):
@@ -652,7 +652,7 @@ def test_training_continues_on_a_full_disk_and_the_old_backup_is_kept(tmp_path):
     seen, messages = result["seen"], result["messages"]
     assert seen["full"], "the disk did not fill up"
     assert seen["2"]["steps"] == [2, 4]
-    for epoch in "34":  # the disk is full: what was there before is there, and whole
+    for epoch in "34":  # the disk is full: the earlier backup is still there, and whole
         assert seen[epoch] == {"steps": [2, 4], "problems": []}
     assert seen["5"] == {"steps": [4, 10], "problems": []}  # there is space again
     assert seen["left"]["problems"] == []
@@ -662,7 +662,7 @@ def test_training_continues_on_a_full_disk_and_the_old_backup_is_kept(tmp_path):
     assert "training continues" in warned[0]
 
 
-# ---------------------------------------------------------------- row 11: whose backup
+# ---------------------------------------------------------------- row 11: a backup of another run
 
 
 def dense_model(**changes: Any) -> keras.Model:
@@ -786,7 +786,7 @@ def test_a_backup_of_another_batch_size_or_class_is_refused():
         refuse_other(saved, compatibility.signature(other, 32), "/b")
 
 
-OF_ANOTHER_KERAS = [  # what Keras 3.8, 3.12 and 3.14 wrote, and 3.15 writes
+OF_ANOTHER_KERAS = [  # files of Keras 3.8, 3.12 and 3.14, and the format of 3.15
     (
         '"config": {"input_axes": null, "output_axes": null, "seed": null}',
         '"config": {"seed": null}',
@@ -992,7 +992,7 @@ def test_row_25_nan_loss_ends_the_run_and_keeps_the_previous_backup(tmp_path):
     assert newest is not None
     assert newest.step == 6
     assert all(np.isfinite(v).all() for v in newest.tensors().values())
-    # Nothing has to be removed by hand: what is mended goes on from there.
+    # Nothing has to be removed by hand: the next run resumes from the repaired model.
     model = train(tmp_path / "b", spoil_before=-1)
     assert int(model.optimizer.iterations) == 12
     assert all(np.isfinite(w).all() for w in model.get_weights())

@@ -146,7 +146,7 @@ def test_damaged_index_is_found(run):
     ("pattern", "servers"),
     [
         ("tables.data-00000-of-*", 0),
-        ("tables.data-00000-of-*", 1),  # what the server reads first, which is not there
+        ("tables.data-00000-of-*", 1),  # the first file that the server reads, which does not exist
         ("tables.data-00001-of-*", 0),
         ("tensors.data-00001-of-*", 0),
     ],
@@ -186,7 +186,7 @@ def test_missing_slice_is_found(run):
 
 @pytest.mark.thorough
 def test_kill_during_a_write_of_changed_rows_leaves_a_complete_backup(tmp_path):
-    """With a real end of the process before each change of the disk."""
+    """The process really ends before each change of the disk."""
     done = subprocess.run(
         [sys.executable, PROGRAMS / "backup_crash.py", tmp_path, "changed"],
         env=ENVIRON,

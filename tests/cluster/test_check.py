@@ -1,4 +1,4 @@
-"""`tfmw check` on every task of a cluster: what is well, and each thing that can be wrong.
+"""`tfmw check` on every task of a cluster: its report if all is well, and on each fault.
 
 Real processes on real ports. TensorFlow, which only counts the GPUs here, is asked in one test; in
 the others `sitecustomize`, which Python imports when it starts, answers for it, and makes a task
@@ -323,7 +323,7 @@ def test_a_wrong_description_is_status_2(checks, addresses):
 
 @pytest.mark.slow
 def test_other_connections_to_the_port_are_ignored(checks, addresses):
-    """What is not one of our lines is hung up on, and neither answered nor executed."""
+    """Connections that send anything but our lines are closed; nothing is answered or executed."""
     checks.begin(0, addresses[:2], "--timeout", "2")
     host, port = addresses[0].split(":")
     for line in (b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04c\n", b'{"tfmw check": {"from": 1}}\n'):

@@ -1,4 +1,4 @@
-"""Tables of environments: what each launcher says, what `Cluster.resolve` makes of it."""
+"""Tables of environments: variables of each launcher, and the result of `Cluster.resolve`."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_tf_config_round_trip(task):
     assert Cluster.resolve({}, cluster=cluster.as_tf_config()) == cluster
 
 
-# what -> (environment, what the sentence must contain)
+# name -> (environment, text that the error must contain)
 WRONG = {
     "bad json": ({"TF_CONFIG": "{'a': 1}"}, ["not valid JSON", "{'a': 1}", '"worker"']),
     "not an object": ({"TF_CONFIG": "[1]"}, ["TF_CONFIG is [1]", '"cluster"']),
@@ -441,7 +441,7 @@ class TestOpenMpi:
 
 
 def vertex(pool: str, index: int, **pools: list[str]) -> dict[str, str]:
-    """What Vertex AI gives a replica of a custom job."""
+    """Environment of a replica of a custom job on Vertex AI."""
     spec = {
         "cluster": pools,
         "environment": "cloud",

@@ -134,7 +134,7 @@ def test_a_worker_waits_for_the_chief_as_long_as_it_is_there(
 
 @pytest.mark.multiprocess
 def test_keys_of_earlier_calls_are_deleted(run_cluster):
-    """However many calls a training makes, a few dozen keys are kept on the chief."""
+    """The chief keeps a few dozen keys, for any number of calls in a training."""
     results = run_cluster("group_keys.py", workers=2)
     assert [r["right"] for r in results] == [True, True]
     deleted = [f"{key}/" for key in results[0]["deleted"]]

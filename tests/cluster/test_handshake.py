@@ -1,4 +1,4 @@
-"""Who can send a hello: tasks that know the token, of this run, and few strangers at a time."""
+"""Senders of a hello: tasks of this run that know the token, and few strangers at a time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def is_greeted(address: str, sent: TaskDescription) -> bool:
 
 
 def until_closed(connection: socket.socket) -> bytes:
-    """What comes until the other side closes the connection."""
+    """Bytes received until the other side closes the connection."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while data := connection.recv(4096):

@@ -1,4 +1,4 @@
-"""How tasks that train together end: all of them, or with a sentence on the missing one."""
+"""The end of tasks that train together: all of them end, or an error names the missing one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def line_of(text: str) -> int:
     [("evaluate", "evaluate", "# only here"), ("exit", "fit", "callbacks=callbacks")],
 )
 def test_a_call_that_a_task_does_not_make(run_cluster, what, call, line, collectives):
-    """Over tfmw's ring, which has time-outs, and over TensorFlow's collectives, which have none."""
+    """Both tfmw's ring, which has time-outs, and TensorFlow's collectives are tested."""
     run = run_cluster("leaves.py", what, collectives, status=2)
     sentence = (
         "worker 1 has ended without a call in which worker 0 waits for it, "
@@ -51,7 +51,7 @@ PATIENCE_S = 120.0
 
 @pytest.mark.multiprocess
 def test_a_pause_of_all_processes_loses_nothing(tmp_path):
-    """As by `docker pause`, or a closed lid."""
+    """A pause such as that of `docker pause`, or of a closed lid."""
     command = ["run", "--workers", "2", "--max-restarts", "1", "--log-dir", str(tmp_path / "logs")]
     program = [str(PROGRAM), "paused", "auto", str(tmp_path / "backups")]
     env = {"TFMW_RESULT": str(tmp_path), "TFMW_NO_INIT": "1"}

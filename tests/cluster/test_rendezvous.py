@@ -32,7 +32,7 @@ def config(index: int, addresses: list[str]) -> str:
 
 
 def meet(*tasks: tuple[str, dict[str, str]], timeout_s: float = 30) -> list[dict[str, Any]]:
-    """What each task got, one for each (TF_CONFIG, facts)."""
+    """Result of each task, one for each (TF_CONFIG, facts)."""
     processes = [
         subprocess.Popen(
             [sys.executable, PROGRAMS / "meet.py", text, json.dumps(facts), str(timeout_s)],
@@ -135,7 +135,7 @@ def test_row_20_a_port_in_use_raises(addresses):
 
 @contextlib.contextmanager
 def task(index: int, addresses: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A task that goes on while the test does something to it."""
+    """A task that runs on while the test acts on it."""
     arguments = [config(index, addresses), json.dumps(FACTS), "30"]
     process = subprocess.Popen(
         [sys.executable, str(PROGRAMS / "meet.py"), *arguments],
@@ -177,7 +177,7 @@ def connected(address: str, chief: subprocess.Popen[str]) -> socket.socket:
 
 
 def test_other_connections_to_the_chiefs_port_are_ignored(addresses):
-    """What is no hello of a task of a cluster is hung up on, and the start goes on."""
+    """A connection without the hello of a task is closed, and the start continues."""
     two = addresses[:2]
     lines = [
         b"GET / HTTP/1.1\r\n\r\n\n",
@@ -215,7 +215,7 @@ def test_forged_hellos_do_not_end_a_start(addresses, monkeypatch):
 
 
 class Foreign(socketserver.ThreadingTCPServer):
-    """A server of something else, which sends `response` to whoever sends a line."""
+    """A server of another protocol, which sends `response` to every client that sends a line."""
 
     allow_reuse_address = True
     daemon_threads = True

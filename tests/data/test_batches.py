@@ -98,7 +98,7 @@ def test_an_empty_batch_is_of_its_spec(kind: str) -> None:
 
 
 def test_parts_without_examples_have_dimensions_that_batches_choose() -> None:
-    """Of two local replicas: shapes of x, which the batches choose; y has its own."""
+    """Two local replicas have shapes of x that the batches determine; y has its own."""
     shapes: list[list[tuple[int, ...]]] = [
         [(0, 9, 9), (0, 9, 9)],
         [(2, 3, 4), (0, 1, 1)],

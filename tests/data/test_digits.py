@@ -1,4 +1,4 @@
-"""The digits that ship with tfmw: what TFDS reads is what the file holds, in every process."""
+"""The digits that ship with tfmw: TFDS reads the content of the file, in every process."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_data_dir_is_the_users_cache(tmp_path):
     assert datasets.default_data_dir(explicit) == tmp_path / "mine"
 
 
-# No process may write in /proc, whoever it runs as.
+# No process may write in /proc, not even that of root.
 @pytest.mark.parametrize("home", [None, "", "/proc/nowhere", "relative"])
 def test_data_dir_without_a_writable_home_is_a_private_temporary_one(tmp_path, home):
     environ = {"TMPDIR": str(tmp_path)} | ({} if home is None else {"HOME": home})

@@ -27,7 +27,7 @@ MOST_KEPT = 4
 
 @pytest.fixture
 def exchanges() -> Iterator[list[BatchExchange]]:
-    """Of three workers of this process."""
+    """Batch exchanges of three workers of this process."""
     found = [BatchExchange("127.0.0.1", KEY) for _ in range(3)]
     for exchange in found:
         exchange.peers = [("127.0.0.1", each.port) for each in found]

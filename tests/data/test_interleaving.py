@@ -71,7 +71,7 @@ PIPELINES: dict[str, Callable[[Path], tf.data.Dataset]] = {
 
 
 class _Machine(Group):
-    """Whose chief has another number of cores."""
+    """A group whose chief has another number of cores."""
 
     def settled(self, name: str, decide: Any) -> int:
         return 3

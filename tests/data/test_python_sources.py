@@ -95,7 +95,7 @@ KINDS: dict[str, Callable[[np.random.Generator], Any]] = {
 
 
 def read(make: Callable[[int], Any], epochs: int = 1, **options: Any) -> list[Any]:
-    """For each of two workers, the examples that it reads in each epoch, or its error."""
+    """Examples that each of two workers reads in each epoch, or its error."""
     exchange = Exchange(2)
 
     def work(rank: int) -> list[list[int]]:
@@ -248,7 +248,7 @@ def test_sketches_show_a_change_of_two_values(kind: str) -> None:
 
 @pytest.mark.parametrize("later", [1, 63, 64, 500])
 def test_an_element_in_another_place_is_found(later: int) -> None:
-    """Beyond the first 64 each sixteenth element is looked at: an order that differs goes on so."""
+    """Every sixteenth element after the first 64 is compared: a different order stays different."""
     exchange = Exchange(2)
 
     def compare(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Sources with an index: who reads which row, the order, and where a resumed run begins."""
+"""Sources with an index: the rows of each worker, the order, and the first row of a resumed run."""
 
 from __future__ import annotations
 
@@ -484,7 +484,7 @@ def test_only_what_has_an_index_is_read_by_it() -> None:
 
 
 def test_lines_are_found_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With breaks, and carriage returns, at and beside the ends of pieces."""
+    """Line breaks and carriage returns are at the ends of chunks, and beside them."""
     path = tmp_path / "rows.txt"
     for text in (
         b"ab\r\n\n\r\ncdef\r\n\nghi\r",
@@ -535,7 +535,7 @@ def test_parquet_files_are_open_while_they_are_decoded(tmp_path: Path) -> None:
 
 @pytest.fixture
 def endless_text(tmp_path: Path) -> str:
-    """So long that no index of it is ever complete; it takes no space."""
+    """A text so long that no index of it is ever complete; it takes no space."""
     path = tmp_path / "rows.txt"
     with path.open("wb") as file:
         file.truncate(1 << 42)

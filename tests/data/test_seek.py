@@ -198,7 +198,7 @@ def test_files_from_a_record_on(
 
 
 def _reads(dataset: tf.data.Dataset, position: int) -> list[int]:
-    """Which elements a counting map under `dataset` has seen once the first one was read."""
+    """Elements that a counting map under `dataset` has seen once the first one was read."""
     seen: list[int] = []
 
     def note(i: Any) -> Any:

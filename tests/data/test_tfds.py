@@ -68,7 +68,7 @@ def test_each_example_once_per_epoch(run: ClusterRun, name: str) -> None:
 
 @pytest.mark.multiprocess
 def test_each_worker_opens_its_own_files_only(run: ClusterRun, folder: Path) -> None:
-    """It reads three of five files where the others do not exist, so it opened no other."""
+    """A worker reads three of five files though the others do not exist: it opened no other."""
     left = [len(list((folder / f"own {i}").rglob("*.tfrecord-*"))) for i in range(2)]
     assert left == [3, 2]
     assert min(len(run[i]["own files"][0]) for i in range(2)) > 30
@@ -107,7 +107,7 @@ def test_any_number_of_workers(folder: Path, workers: int) -> None:
 
 
 def test_the_order_comes_from_the_seed(folder: Path) -> None:
-    """Over several passes: a run that goes on from a backup makes them anew."""
+    """Several passes are compared: a run that resumes from a backup draws their orders again."""
     first, again, other = (_pass(folder / "many", 2, 0, 3, seed=seed) for seed in (5, 5, 6))
     assert first == again != other
 
@@ -118,7 +118,7 @@ def test_examples_are_mapped(folder: Path) -> None:
 
 
 def test_files_are_shuffled_too(folder: Path) -> None:
-    """With a buffer of one example, what changes the order is the order of the files."""
+    """A buffer of one example leaves only the order of the files to change."""
     where = folder / "many"
     assert _pass(where, 1, 0, shuffle=1) != _pass(where, 1, 0, shuffle=0)
 

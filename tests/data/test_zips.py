@@ -1,4 +1,4 @@
-"""Zipped pipelines, as Keras's datasets of directories and of time series are: who reads what."""
+"""Zipped pipelines, as Keras's datasets of directories and of time series: rows of each worker."""
 
 from __future__ import annotations
 

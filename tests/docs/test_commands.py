@@ -229,7 +229,7 @@ def make_model_and_dataset():
 
 
 def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """As a reader types it, in a folder with this repository's files and a `train.py`."""
+    """Runs a command as a reader types it, beside this repository's files and a `train.py`."""
     (program,) = blocks("README.md")
     body = program.replace("epochs=5)", "epochs=5, backup_dir=BACKUP)")
     (folder / "train.py").write_text(

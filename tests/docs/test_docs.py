@@ -1,4 +1,4 @@
-"""What the documents quote and name exists: messages, tests, files, public names."""
+"""Existence of all that the documents quote and name: messages, tests, files, public names."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_named_test_exists(document, name):
 
 
 def test_tests_are_named_on_one_page():
-    """And in CONTRIBUTING.md: other pages are for users."""
+    """CONTRIBUTING.md may name tests, too; other pages are for users."""
     pages = {document for document, _ in named_tests()}
     assert pages == {"CONTRIBUTING.md", "guarantee-tests.md"}
 
@@ -195,7 +195,7 @@ def test_files_that_contributing_names_exist():
 
 
 def anchors(path: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
@@ -250,7 +250,7 @@ def test_a_public_name_has_a_docstring(module, name):
 
 
 def build(source: Path, settings: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    """As `make docs` does it, but of other pages."""
+    """Builds the site as `make docs` does, with other pages."""
     (options,) = re.findall(
         r"-m sphinx -c docs (.*) \. build/docs ", (ROOT / "Makefile").read_text()
     )

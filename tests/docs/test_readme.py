@@ -14,7 +14,7 @@ from tests.helpers.cluster import ONE_THREAD, ROOT, tfmw_command
 
 pytestmark = pytest.mark.multiprocess
 
-# What the documents leave to the reader.
+# Definitions that the documents leave to the reader.
 READER = """
 import keras, numpy as np, tensorflow as tf
 
@@ -37,7 +37,7 @@ def make_data():
 images = x
 """
 
-# The guides go on from a program like that in README.md.
+# The guides start from a program like that in README.md.
 TRAINED = """
 import tfmw
 
@@ -50,7 +50,7 @@ tfmw.export(model, "build/model")
 
 
 def blocks(document: str) -> list[str]:
-    """The Python code in a document. What isn't Python of today's is marked ```py."""
+    """The Python code in a document, without blocks marked ```py, which are not today's Python."""
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), re.DOTALL | re.M)
 
 

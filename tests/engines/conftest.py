@@ -1,4 +1,4 @@
-"""What tests of several engines share."""
+"""Fixtures of the tests of several engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every engine promises: tests that each engine's own test class inherits.
+"""Promises of every engine, as tests that each engine's own test class inherits.
 
     @pytest.fixture(scope="module")
     def engine(): ...
@@ -87,7 +87,7 @@ def meet(folder: str, name: str) -> None:
 
 
 def saves_and_waits(folder: str) -> str:
-    """In the first attempt the chief saves a state, and both wait; later it returns that state."""
+    """Saves a state on the chief and waits, in the first attempt; later it returns that state."""
     backups = Path(os.environ[BACKUPS])
     if os.environ["TFMW_ATTEMPT"] != "0":
         return "".join(path.read_text() for path in backups.glob("step_7/state"))
@@ -148,7 +148,7 @@ def submitted_by_a_process_that_dies(engine: Engine, path: Path) -> Job:
 
 
 def shell(*command: str, status: int = 0) -> str:
-    """What a command of tfmw prints."""
+    """Output of a command of tfmw."""
     done = subprocess.run(
         [sys.executable, "-m", "tfmw", *command],
         env={**os.environ, **PLAIN, "PYTHONPATH": PYTHONPATH},
@@ -175,7 +175,7 @@ class Contract:
     """Whether a job outlives the process that submits it, and another can attach to it."""
 
     host = "tfmw.launcher.engines.agent"
-    """In the command line of what the engine runs a task in, above the task's process."""
+    """A word of the command line that runs a task in the engine, above the task's process."""
 
     def lose(self, job: Job, pid: int) -> None:
         """Kills the actor, executor or other process in which the engine runs a task."""
@@ -243,7 +243,7 @@ class Contract:
 
     @pytest.mark.thorough
     def test_lost_host_of_a_task_costs_nothing(self, engine: Engine, tmp_path: Path) -> None:
-        """The job goes on from the newest backup, which it keeps itself."""
+        """The job resumes from the newest backup, which it keeps itself."""
         job = self.submit(engine, saves_and_waits, str(tmp_path), max_restarts=1)
         wait_for(lambda: job.details().get("backup") == "step_7")
         wait_for((tmp_path / "pid_1").exists)
@@ -309,7 +309,7 @@ class Contract:
         tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        """Bit for bit, though a worker was killed: the job goes on from the backup it keeps."""
+        """Results are equal bit for bit though a worker was killed: the job resumes by itself."""
         from tests.engines import training
 
         order = tmp_path / "order"
@@ -326,7 +326,7 @@ class Contract:
     @pytest.mark.long
     @pytest.mark.usefixtures("_backup_each_epoch")
     def test_files_are_read_by_the_workers(self, engine: Engine, tmp_path: Path) -> None:
-        """Where they are: this process neither reads nor sends them."""
+        """The files stay where they are: this process neither reads nor sends them."""
         from tests.engines import training
 
         fitted: list[tuple[Any, Any]] = []
@@ -347,7 +347,7 @@ class Contract:
         tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        """The actor, executor or node; the job goes on from the backup it keeps."""
+        """The host is an actor, an executor or a node; the job resumes from its own backup."""
         from tests.engines import training
 
         waits = tmp_path / "pid"
@@ -364,10 +364,10 @@ class Contract:
 
 
 class FromAShell:
-    """What other processes do with a job of an engine that outlives the one which submits it.
+    """Actions of other processes on a job that outlives the process which submitted it.
 
     Attributes:
-        setting: of the engine, which such a process needs to find its jobs.
+        setting: setting of the engine, which such a process needs to find its jobs.
     """
 
     setting: str

@@ -1,4 +1,4 @@
-"""What every engine promises to a notebook: tests that each engine's own test class inherits.
+"""Promises of every engine to a notebook, as tests that each engine's own test class inherits.
 
     class TestRayKernel(KernelContract):
         on = "'ray'"
@@ -92,7 +92,7 @@ class KernelContract:
         return any(job.details().get("backup") for job in tfmw.jobs(engine))
 
     def wait_until_nothing_is_left(self, kernel: Kernel) -> None:
-        """Of the job of a cell that has ended."""
+        """Waits until nothing is left of the job of a cell that has ended."""
 
     def test_fit_in_a_cell_equals_that_of_two_workers(self, kernel: Kernel) -> None:
         cell = kernel.run(f"equal(fitted(on={self.on}), fitted())", TIMEOUT_S)
@@ -129,7 +129,7 @@ class KernelContract:
 
 
 class OutlivesKernel:
-    """Of an engine whose jobs outlive the kernel."""
+    """Tests of an engine whose jobs outlive the kernel."""
 
     on = ""
 

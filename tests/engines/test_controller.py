@@ -15,7 +15,7 @@ from tfmw.launcher.remote.messages import Setup
 
 
 def test_a_job_that_is_queued_again_has_the_restarts_that_it_had_left(tmp_path: Path) -> None:
-    """The next controller goes on in the folder of the one before, as after Slurm's requeue."""
+    """The next controller continues in the folder of the one before, as after Slurm's requeue."""
     os.chmod(tmp_path, 0o700)
     tasks = FakeTasks()
     tasks.gone = {0: "SIGKILL"}

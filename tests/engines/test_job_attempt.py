@@ -37,7 +37,7 @@ FACTS = {"Python": "3.12", "keras": "3.15.1"}
 
 
 class FakeLinks:
-    """What was sent to whom, by the name of the connection."""
+    """Records the messages sent to each connection, by its name."""
 
     def __init__(self) -> None:
         self.sent: dict[str, list[Message]] = {"a": [], "b": [], "c": []}

@@ -66,7 +66,7 @@ total
 
 
 class Cell:
-    """What a cell showed, as it came: [(seconds since the first one, message)]."""
+    """Output of a cell, in order of arrival: [(seconds since the first message, message)]."""
 
     def __init__(self) -> None:
         self.shown: list[tuple[float, dict[str, Any]]] = []
@@ -112,7 +112,7 @@ class Kernel:
         return cell
 
     def messages(self, request: str, cell: Cell, timeout_s: float) -> Iterator[dict[str, Any]]:
-        """What the cell of this request shows, until the kernel is idle again."""
+        """Yields messages of the cell of this request, until the kernel is idle again."""
         began = time.monotonic()
         while True:
             left = timeout_s - (time.monotonic() - began)

@@ -34,7 +34,7 @@ Y = (X.sum(axis=1) > 0).astype("int32")
 
 
 class Scale(keras.layers.Layer):
-    """Neither registered, nor with a get_config, nor able to take keyword arguments."""
+    """A layer that is not registered, has no get_config, and takes no keyword arguments."""
 
     def __init__(self, units):
         super().__init__()
@@ -141,7 +141,7 @@ tfmw.fit(model, test_local.X, test_local.Y, verbose=0)
 
 
 def test_large_arrays_are_not_copied_into_the_pickle(monkeypatch):
-    """Neither into the model's nor into the call's."""
+    """The pickles of the model and of the call hold no copy of the arrays."""
     monkeypatch.setattr(call, "LARGE", 1000)
     sent = {"x": X, "y": Y[:10], "model": compiled(keras.Sequential([keras.layers.Dense(2)]))}
     large: list[pickle.PickleBuffer] = []
@@ -213,7 +213,7 @@ def test_result_is_copied_into_the_callers_model(monkeypatch):
     shuffles = [tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(203, seed=4) for _ in range(2)]
     dataset, same = (shuffle.batch(40) for shuffle in shuffles)
     for data in (dataset, same):
-        next(iter(data))  # workers go on after this preview
+        next(iter(data))  # workers continue after this preview
     for each in (model, twin):
         models.build_all(each, dataset.element_spec)
     twin.set_weights(model.get_weights())
@@ -232,7 +232,7 @@ def test_result_is_copied_into_the_callers_model(monkeypatch):
     assert int(model.optimizer.iterations) == 2 * 6
     assert model.history is history
     assert [ShuffleSeeds(shuffle).passes for shuffle in shuffles] == [1 + 2 * (2 + 2)] * 2
-    # The caller's process is as free as before: its model goes on training by itself.
+    # The caller's process is as free as before: its model trains on its own.
     model.fit(dataset, verbose=0, shuffle=False)
     assert int(model.optimizer.iterations) == 3 * 6
 

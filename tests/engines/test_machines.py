@@ -100,9 +100,9 @@ class User:
 
     Args:
         engine: an expression.
-        folder: for the programs.
-        within: what runs a command on the machine.
-        env: of the programs.
+        folder: directory of the programs.
+        within: prefix of a command that is to run on the machine.
+        env: environment of the programs.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class User:
             process.communicate()
 
     def finds(self, process: subprocess.Popen[str]) -> tuple[Any, str]:
-        """What a program has found, and all that it has printed."""
+        """Result of a running program, and its whole output."""
         out, _ = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, (self._folder / "errors").read_text()[-5000:]
         return json.loads(out.splitlines()[-1]), out
 
     def runs(self, program: str, folder: Path) -> tuple[Any, str]:
-        """What a program finds, and all that it prints."""
+        """Runs a program; returns its result and its whole output."""
         with self.starts(program, folder) as process:
             return self.finds(process)
 
@@ -175,7 +175,7 @@ class OnMachines:
     def test_goes_on_without_a_machine_whose_cable_is_cut(
         self, user: User, ranged: User, machines: Machines, tmp_path: Path
     ) -> None:
-        """With workers=(1, 2); the first one has the controller."""
+        """The engine has workers=(1, 2), and the first machine has the controller."""
         with ranged.starts(ALONE, tmp_path) as process:
             wait_for(lambda: (tmp_path / "cut").exists() or process.poll() is not None)
             machines.unplug(1)
@@ -271,7 +271,7 @@ class RayNodes:
         return {**environ, **ONE_THREAD, **ours, **self._auth, MARK: f"{self._mark}-{machine}"}
 
     def user(self, folder: Path, machine: int = 0) -> User:
-        """On one of the machines."""
+        """A user on one of the machines."""
         return User(self.engine, folder, self._machines.command(machine)[:2], self._auth)
 
     def kill(self, machine: int) -> None:
@@ -281,7 +281,7 @@ class RayNodes:
                 os.kill(pid, signal.SIGKILL)
 
     def left(self) -> list[str]:
-        """What is left of tfmw's actors and tasks."""
+        """Actors and tasks of tfmw that remain."""
         found = [c for i in (0, 1) for c in marked(f"{self._mark}-{i}").values()]
         return [c for c in found if re.search("_(Task|Controller)Actor|tfmw/launcher", c)]
 
@@ -311,7 +311,7 @@ class TestRay(OnMachines):
 def test_killed_head_of_ray_ends_the_call_in_one_sentence(
     machines: Machines, tmp_path: Path, machine: int
 ) -> None:
-    """Where the caller is on the head's machine, and where it is not; later nothing is left."""
+    """The caller is on the head's machine or on another; nothing is left afterwards."""
     with RayNodes(machines).run(tmp_path) as nodes:
         user = nodes.user(tmp_path, machine)
         with user.starts(WAITS, tmp_path) as process:

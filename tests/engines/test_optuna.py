@@ -78,7 +78,7 @@ def test_trials_are_as_with_one_process(
         monkeypatch.setenv(name, value)
     expected, found = studied(tmp_path, None), studied(tmp_path, 2)
     assert [trial.state.name for trial in expected] == ["COMPLETE", "PRUNED", "COMPLETE"]
-    # The study goes on after a trial that has failed.
+    # The study continues after a trial that has failed.
     assert [trial.state.name for trial in found] == ["COMPLETE", "PRUNED", "FAIL"]
     # Once for each epoch, by one worker.
     reports = (tmp_path / "2.reports").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What another user can have written into the folder of a job is neither unpickled nor executed."""
+"""Files that another user may have written into a job's folder: never unpickled or executed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trap(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, trap: Path) -> Path:
-    """Of a job that has ended, in which every pickle is a trap."""
+    """Folder of a job that has ended, in which every pickle is a trap."""
     spec = JobSpec(Setup(("call",), RunOptions()), (1, 1), facts={})
     folder = write_job(tmp_path / "local", spec, ())
     write_contact(folder, Contact(("127.0.0.1",), 1, "token", 0))
@@ -80,7 +80,7 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_traps_work(folder: Path, trap: Path) -> None:
     assert attach(folder).status() == "done"
-    with pytest.raises(TypeError):  # what mkdir returns is no result
+    with pytest.raises(TypeError):  # mkdir returns no result
         job_of(folder).result(1)
     assert trap.exists()
 
@@ -119,7 +119,7 @@ def test_file_of_another_user_is_refused(
 
 
 def test_links_and_pipes_are_refused(folder: Path, trap: Path, tmp_path: Path) -> None:
-    """A link may lead to what others have written; whoever opens a pipe waits."""
+    """A link may lead to a file of another user; opening a pipe waits."""
     elsewhere = tmp_path / "elsewhere"
     (folder / RESULT).rename(elsewhere)
     (folder / RESULT).symlink_to(elsewhere)
@@ -133,7 +133,7 @@ def test_links_and_pipes_are_refused(folder: Path, trap: Path, tmp_path: Path) -
 
 
 def test_what_a_job_writes_is_its_users_only(tmp_path: Path) -> None:
-    """Whatever the umask is: many systems have 002, for groups of one user."""
+    """The files are private under any umask: many systems have 002, for groups of one user."""
     before = os.umask(0)
     try:
         spec = JobSpec(Setup(("call",), RunOptions()), (1, 1), facts={})

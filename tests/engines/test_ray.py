@@ -126,7 +126,7 @@ class BusyActor:
     """The controller's actor: the first calls get lost, and in the end it dies.
 
     Args:
-        replies: what each call raises or returns.
+        replies: the result or the exception of each call.
     """
 
     def __init__(self, *replies: Any) -> None:
@@ -177,7 +177,7 @@ def test_controller_that_is_not_reached_is_not_lost() -> None:
 def test_without_its_head_ray_has_lost_the_job(
     monkeypatch: pytest.MonkeyPatch, replies: bool
 ) -> None:
-    """In one sentence, and before Ray ends this process, after a minute.
+    """The error is one sentence, before Ray ends this process, after a minute.
 
     A controller on another machine than the head replies until then.
     """
@@ -216,7 +216,7 @@ def test_task_whose_actor_is_not_reached_may_be_alive(monkeypatch: pytest.Monkey
 def test_large_arrays_go_into_the_object_store_once(
     engine: Ray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not into the pickle: not even copied by this process, and put once for both tasks."""
+    """The pickle has no array: this process copies none, and puts each once for both tasks."""
     import ray
 
     monkeypatch.setattr(call, "LARGE", 1 << 20)
@@ -292,7 +292,7 @@ def test_goes_on_with_fewer_nodes_and_grows(cluster: Any, engine: Ray, tmp_path:
 
 
 def test_ray_without_the_name_of_its_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a private one: a job that has been started needs no dashboard."""
+    """The name is private to Ray: a job that has been started needs no dashboard."""
     context = SimpleNamespace(gcs_address="h0:6379")
     ray = SimpleNamespace(get_runtime_context=lambda: context)
     monkeypatch.setattr(Ray, "_connect", lambda self: ray)

@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Of a cluster of two nodes, which this process looks at as well."""
+    """Address of a cluster of two nodes, which this process reads as well."""
     with two_nodes() as nodes, pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "RAY_ADDRESS", nodes.address)
         yield nodes.address

@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def executors(context: Any) -> int:
-    """How many there are now."""
+    """Current number of executors."""
     count: int = context._jsc.sc().getExecutorMemoryStatus().size() - 1  # the driver is one of them
     return count
 

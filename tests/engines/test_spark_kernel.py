@@ -34,7 +34,7 @@ while context._jsc.sc().getExecutorMemoryStatus().size() < 3:
 
     @pytest.fixture
     def engine(self, tmp_path: Path) -> Iterator[Spark]:
-        """For the kernel's environment; its jobs are seen from the kernel only."""
+        """An engine for the kernel's environment; its jobs are visible from the kernel only."""
         self.folder = tmp_path
         environ = {"TMPDIR": str(tmp_path), "PYSPARK_PYTHON": sys.executable}
         environ |= {"PYTHONPATH": PYTHONPATH, "SPARK_LOCAL_IP": "127.0.0.1"}

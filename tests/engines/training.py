@@ -42,7 +42,7 @@ class DiesOnce(keras.callbacks.Callback):
 
 
 class WaitsForDeath(keras.callbacks.Callback):
-    """Worker 1 of a job's first attempt leaves its pid in a file, and goes on no more.
+    """Stops worker 1 of a job's first attempt, which leaves its pid in a file and waits.
 
     Args:
         pid: the file.
@@ -91,7 +91,7 @@ def fit(on: Any, *callbacks: keras.callbacks.Callback) -> tuple[Any, Any]:
 
 
 def fit_of_files(on: Any, folder: Path) -> tuple[Any, Any]:
-    """As `fit`, of examples in files that each worker reads, and leaves a file of its name."""
+    """Trains as `fit` does on examples in files; each worker leaves a file named after its own."""
     place = str(folder)
     for number, (x, y) in enumerate(zip(np.split(X, 4), np.split(Y, 4), strict=True)):
         with tf.io.TFRecordWriter(f"{place}/{number}.records") as writer:

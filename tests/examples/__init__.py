@@ -14,5 +14,5 @@ runs as it is, and with `model.fit(` written as `tfmw.fit(model, ` on two worker
   warning says so, where one differs otherwise than its entry says, and where one fails.
 * `program.py`: one run of one example in a process.
 
-What became of each is in `build/examples`.
+The result of each is in `build/examples`.
 """

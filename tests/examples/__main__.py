@@ -25,11 +25,12 @@ BUILD = ROOT / "build" / "examples"
 EXAMPLES = HERE / "examples.toml"
 PAGE = ROOT / "docs" / "explain" / "examples.md"
 BEGIN = "<!-- examples: begin -->\n"
-REST = "<...>"  # in an edit: whatever stands between
+REST = "<...>"  # in an edit: any text in between
 
-# Of weights and results, relative to the greatest value of each: sums in another order.
+# Tolerances of weights and results, relative to the greatest value of each: sums may have another
+# order.
 TOLERANCES = {"float64": 1e-7, "float32": 1e-4}
-FROM_TFMW = "tfmw|replica"  # what each of its warnings names
+FROM_TFMW = "tfmw|replica"  # a word that each of tfmw's warnings has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +40,13 @@ class Example:
     Attributes:
         name: as it is called here.
         repository: "owner/name" at GitHub.
-        commit: of the repository.
-        path: in the repository.
+        commit: commit of the repository.
+        path: path in the repository.
         edits: pairs of texts, the second instead of the first, which must occur once.
-        cut: where the example ends early; occurs once.
+        cut: text at which the example ends early; occurs once.
         floatx: "float64", or "float32" where the example writes that into its own step.
-        differs: what tfmw's warning or error says, as a pattern, where results cannot be equal.
-        tolerance: where that of its type does not do; the reason stands beside it.
+        differs: pattern of tfmw's warning or error, if results cannot be equal.
+        tolerance: a larger tolerance than that of its type, with the reason beside it.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Example:
 
 
 def examples(path: Path = EXAMPLES) -> dict[str, Example]:
-    """By name, in the order of the file."""
+    """Examples by name, in the order of the file."""
     table = tomllib.loads(path.read_text())
     found = {}
     for group in table["group"]:
@@ -121,7 +122,7 @@ class Run:
 
     @classmethod
     def read(cls, result: Path) -> Run:
-        """From the files that `program.py` has written, or from none."""
+        """Reads the files that `program.py` has written; they may be missing."""
         if not result.with_suffix(".json").exists():
             return cls({}, [], "ended without a result")
         said = json.loads(result.with_suffix(".json").read_text())
@@ -152,11 +153,11 @@ def difference(got: Run, expected: Run) -> tuple[float, str]:
 
 @dataclasses.dataclass
 class Verdict:
-    """What became of an example.
+    """Result of an example.
 
     Attributes:
         holds: whether that is what its entry says.
-        text: for people.
+        text: the result in words.
     """
 
     holds: bool

@@ -1,4 +1,4 @@
-"""What examples find instead of large data, chance and libraries that are not here."""
+"""Small substitutes for large data, randomness and libraries that are missing here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def labels(number: int, classes: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 
 def sentences(number: int, seed: int = 0) -> list[str]:
-    """Of 4 to 12 words."""
+    """Sentences of 4 to 12 words."""
     random = np.random.default_rng(seed)
     return [" ".join(random.choice(WORDS, random.integers(4, 13))) for _ in range(number)]
 

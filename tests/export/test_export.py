@@ -1,4 +1,4 @@
-"""SavedModels: what they predict elsewhere, what they are called, and that none is ever half."""
+"""SavedModels: equal predictions elsewhere, their names, and whole directories only."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
-# Of no account anywhere. With them nothing asks a cloud's machine for an identity.
+# They belong to no account. Because of them no client asks a cloud's machine for an identity.
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tests-key-id", "AWS_SECRET_ACCESS_KEY": "tests-secret"}
 
 Fault = Callable[[int, str, str], int | str | threading.Event | None]

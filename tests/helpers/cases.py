@@ -40,7 +40,7 @@ def chosen(request: pytest.FixtureRequest, test: str, parameter: str = "name") -
 
 
 def each(found: Iterable[T]) -> list[T]:
-    """What a loop of assertions goes over: a test that finds nothing to compare fails."""
+    """A list for a loop of assertions, which fails if it is empty."""
     listed = list(found)
     assert listed, "there is nothing to compare"
     return listed

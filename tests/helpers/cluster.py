@@ -46,12 +46,12 @@ READ_AT_IMPORT = ("CUDA_", "KERAS_", "LD_", "OMP_", "PYTHON", "TF_", "XLA_")
 
 
 class ClusterRun(list[dict[str, Any]]):
-    """What the workers wrote, in order, and how the run ended.
+    """Results of the workers, in order, and the end of the run.
 
     Attributes:
         status: exit status of `tfmw run`.
-        output: everything it printed.
-        by_task: what each task wrote, by name: "chief", "worker 0", "ps 0".
+        output: everything that it printed.
+        by_task: the result of each task, by name: "chief", "worker 0", "ps 0".
         log_dir: the folder of the attempt, with one folder per task.
         seconds: how long the run took.
     """
@@ -69,12 +69,12 @@ class ClusterRun(list[dict[str, Any]]):
 
     @property
     def chief(self) -> dict[str, Any]:
-        """What the chief wrote: the task of that name, else worker 0."""
+        """Result of the chief: the task of that name, or worker 0."""
         found: dict[str, Any] = self.by_task.get("chief") or self.by_task["worker 0"]
         return found
 
     def log(self, task: str) -> str:
-        """What one task printed."""
+        """Output of one task."""
         return (self.log_dir / task.replace(" ", "_") / "output.log").read_text()
 
 
@@ -154,12 +154,12 @@ def _template() -> Template:
 
 @functools.cache
 def _only_template() -> Template:
-    """Of this process; with what the launcher sets for a fork server."""
+    """Template of this process, with the launcher's settings for a fork server."""
     return Template(task_environment(_environment({}), terminal=False))
 
 
 def _environment(added: Mapping[str, str]) -> dict[str, str]:
-    """Of a run: this process's, with one thread for each pool."""
+    """Environment of a run: that of this process, with one thread for each pool."""
     environ = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "TFMW_TTY")}
     return environ | {**ONE_THREAD, "PYTHONPATH": PYTHONPATH, **added}
 
@@ -190,7 +190,7 @@ def tfmw_command(
 
 
 def examples_per_step(output: str) -> float:
-    """By the rates in the last line of training that a run's chief has printed."""
+    """Examples per step, from the rates in the last line of training that a chief has printed."""
     *_, (steps, examples) = re.findall(r"train \| .* ([\d.]+) steps/s \| +([\d,]+) exam", output)
     return float(examples.replace(",", "")) / float(steps)
 
@@ -207,12 +207,12 @@ def marked(mark: str) -> dict[int, str]:
 
 
 def children(pid: int) -> list[int]:
-    """Of the main thread of a process."""
+    """Child processes of a process's main thread."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def template_and_copies(pids: Iterable[int]) -> tuple[list[int], list[int]]:
-    """Of these processes: those that tasks are copied from, which print nowhere, and the copies."""
+    """Templates among these processes, which print nowhere, and the copies that run tasks."""
     found: tuple[list[int], list[int]] = ([], [])
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -47,7 +47,7 @@ class Loopback:
         self.why = why
 
     def command(self, host: int) -> list[str]:
-        """What runs a command on a host."""
+        """Prefix of a command that is to run on a host."""
         return []
 
     def cut(self, hosts: Hosts, host: int) -> None:
@@ -55,7 +55,7 @@ class Loopback:
         hosts.signal_all(host, signal.SIGSTOP)
 
     def mend(self, hosts: Hosts, host: int) -> None:
-        """Lets them go on."""
+        """Restores the connection between these hosts and the host."""
         hosts.signal_all(host, signal.SIGCONT)
 
 
@@ -130,7 +130,7 @@ class Namespaces:
         subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
 
     def command(self, host: int) -> list[str]:
-        """What runs a command on a host; not `ip netns exec`, which hides /sys/fs/cgroup."""
+        """Prefix of a command for a host; not `ip netns exec`, which hides /sys/fs/cgroup."""
         return ["nsenter", f"--net=/var/run/netns/tfmwh{host}"]
 
     def cut(self, hosts: Hosts | None, host: int) -> None:
@@ -172,7 +172,7 @@ class Hosts:
         self._first = first
         self.folder = folder
         self.lock = folder / "backup" / "supervisors"
-        """Where the lock is, and the leader's record beside it."""
+        """Path of the lock, with the leader's record beside it."""
         self.cables = Loopback(cables) if isinstance(cables, int) else cables
         count = len(self.cables.addresses)
         with reserved_ports(1) as (port,):
@@ -300,7 +300,7 @@ class Hosts:
         self.start(host)
 
     def now(self, host: int) -> int:
-        """How many lines a host has printed, for `since`."""
+        """Number of lines that a host has printed, for `since`."""
         with self._news:
             return len(self.lines[host])
 
@@ -321,7 +321,7 @@ class Hosts:
                 return int(found[1]), float(found[2])
 
     def name(self, host: int) -> str:
-        """How messages call it."""
+        """Name of a host in messages."""
         return self.cables.addresses[host]
 
     def signal_all(self, host: int, number: int) -> None:
@@ -348,14 +348,14 @@ class Hosts:
         process.send_signal(number)
 
     def leader(self) -> int:
-        """Which host leads, by the record beside the lock; -1: none has yet."""
+        """Index of the leading host, from the record beside the lock; -1 if none leads yet."""
         try:
             return int(self.record()["leader"])
         except FileNotFoundError:
             return -1
 
     def record(self) -> dict[str, Any]:
-        """What the leader has written last."""
+        """The leader's last record."""
         found: dict[str, Any] = json.loads((self.lock / "record.json").read_text())
         return found
 
@@ -375,12 +375,12 @@ class Hosts:
         return statuses
 
     def results(self) -> list[dict[str, Any]]:
-        """What the workers of the last attempt wrote, in order."""
+        """Results of the workers of the last attempt, in order."""
         files = sorted((self.folder / "results").glob("worker_*.json"))
         return [json.loads(file.read_text()) for file in files]
 
     def said(self, host: int) -> list[str]:
-        """What a host's supervisor itself printed."""
+        """Output of a host's supervisor itself."""
         return [line for line in self.lines[host] if line.startswith("tfmw: ")]
 
     def output(self) -> str:

@@ -12,7 +12,7 @@ from tfmw.tables import files
 
 
 class LocalTables:
-    """As `files.TableFiles`, of one table that this process has in an array.
+    """A substitute for `files.TableFiles` with one table, an array of this process.
 
     Attributes:
         rows: float32 [12, 2], the table.

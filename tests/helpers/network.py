@@ -82,7 +82,7 @@ class Machines:
         self._stack.close()
 
     def command(self, machine: int) -> list[str]:
-        """What runs a command on a machine; not `ip netns exec`, which hides /sys/fs/cgroup."""
+        """Prefix of a command for a machine; not `ip netns exec`, which hides /sys/fs/cgroup."""
         mounted = f'mount -t tmpfs none {self.own} && exec "$@"'
         enter = ["nsenter", f"--net=/var/run/netns/{self._name(machine)}"]
         return [*enter, "unshare", "--mount", "sh", "-c", mounted, "sh"]

@@ -19,7 +19,7 @@ SEED = "TFMW_TEST_SEED"
 
 
 def commit() -> str:
-    """Of the working tree; the date where there is none."""
+    """Commit of the working tree; the date if there is none."""
     said = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     )
@@ -27,7 +27,7 @@ def commit() -> str:
 
 
 def seed() -> str:
-    """Of the choice in this run."""
+    """Seed of the choice in this run."""
     return os.environ.get(SEED) or commit()
 
 

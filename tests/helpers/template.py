@@ -81,7 +81,7 @@ class Run:
         self.pid = int(self._keeper.readline())
 
     def communicate(self, timeout_s: float) -> str | None:
-        """What it printed, when all of its processes have ended; None after the timeout."""
+        """Output once all processes of the run have ended; None if the time is over before."""
         deadline = time.monotonic() + timeout_s
         parts: list[bytes] = []
         while select.select([self._output], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -119,7 +119,7 @@ def serve(control: socket.socket) -> None:
 
 
 def _keep(request: int, output: int, report: int) -> None:
-    """In the keeper: forks the launcher, waits for its end, reports and ends what is left."""
+    """Forks the launcher, waits for it, reports and ends leftover processes; runs in the keeper."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with open(request) as file:
@@ -152,7 +152,7 @@ def _children() -> list[int]:
 
 
 def _launch(output: int, command: list[str], env: dict[str, str], cwd: str) -> None:
-    """In the launcher: `tfmw <command>`."""
+    """Runs `tfmw <command>` in the launcher."""
     os.setsid()
     for descriptor in (1, 2):
         os.dup2(output, descriptor)

@@ -26,7 +26,7 @@ class Exchange:
 
 
 def in_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work` returns, or raises, for each rank."""
+    """Results of `work`, or its exceptions, for each rank."""
     results: list[Any] = [None] * size
 
     def one(rank: int) -> None:

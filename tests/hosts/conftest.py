@@ -1,4 +1,4 @@
-"""What only `make test-hosts` runs."""
+"""Selection of the tests that only `make test-hosts` runs."""
 
 import os
 

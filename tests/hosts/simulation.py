@@ -222,7 +222,7 @@ class World:
     def _vanish(self, index: int, host: Host) -> None:
         """A process is gone: its connections close, where the other end can be reached."""
         self.hosts[index] = None
-        for made in self.links_to(index).values():  # no other process takes part in them
+        for made in self.links_to(index).values():  # no other process uses them
             made.open[1] = False
             made.to_leader.clear()
             made.to_member.clear()
@@ -442,7 +442,7 @@ class World:
         assert chief.tasks is not None
         attempt = chief.tasks.start.attempt
         assert self.record is not None
-        if attempt == self.record.attempt:  # what `tfmw.storage.fence` checks
+        if attempt == self.record.attempt:  # the check of `tfmw.storage.fence`
             self.writes.append((attempt, hosts[0]))
         if self.trained >= TRAINING_S:
             for index in hosts:
@@ -463,7 +463,7 @@ class World:
             self._vanish(index, host)
 
     def _flush(self, index: int) -> None:
-        """What a supervisor has sent still goes out when it exits."""
+        """Sends pending messages when a supervisor exits."""
         for member, link in self.links_to(index).items():
             other = self.hosts[member]
             if link.up and self.reaches(index, member) and other is not None:

@@ -1,4 +1,4 @@
-"""Whatever dies, whenever: real supervisors, real training, the weights of an undisturbed run.
+"""Deaths at any point: real supervisors, real training, the weights of an undisturbed run.
 
 Each test is one run in which one kind of victim dies, or is cut off, in every phase. A worker holds
 in the phase until that has happened, so nothing depends on time. `make test` has three of the
@@ -57,7 +57,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 class Holder:
-    """Where a worker holds, for whom, and what has held so far."""
+    """Holds a worker in a phase, for a victim, and records the phases so far."""
 
     def __init__(self, hosts: Hosts, path: Path) -> None:
         self._hosts = hosts
@@ -155,7 +155,7 @@ def test_whatever_dies_whenever(cables, victim, phases, undisturbed, tmp_path):
             if following:
                 holder.aim(following)
             else:
-                file.unlink()  # whoever holds there goes on
+                file.unlink()  # the held worker continues
             with contextlib.suppress(StopIteration):
                 next(damage)
         assert hosts.end() == [0, 0], hosts.output()

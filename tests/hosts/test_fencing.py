@@ -1,4 +1,4 @@
-"""A host that is cut off while its chief writes: what it can put in its place, and for how long."""
+"""A host that is cut off while its chief writes: directories that it may rename, and until when."""
 
 from __future__ import annotations
 

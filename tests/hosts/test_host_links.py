@@ -128,7 +128,7 @@ def test_a_wrong_token_is_not_let_in_and_learns_why(hosts, leader):
 
 
 def test_a_recorded_conversation_cannot_be_replayed(hosts, leader):
-    """Whoever repeats what a member has sent, byte for byte, is closed after the first frame."""
+    """A replay of a member's frames, byte for byte, is closed after the first frame."""
     recorded: list[bytes] = []
     with socket.create_server(("127.0.0.2", 0)) as proxy:
         port = proxy.getsockname()[1]
@@ -149,7 +149,8 @@ def test_a_recorded_conversation_cannot_be_replayed(hosts, leader):
         thread = threading.Thread(target=record)
         thread.start()
         peer = Peer(hosts, 1)
-        peer.links._hosts = tuple(hosts)  # what it says; it connects through the proxy
+        # the addresses it announces; it connects through the proxy
+        peer.links._hosts = tuple(hosts)
         host, own = through[0].rsplit(":", 1)
         split = addresses.split
         with pytest.MonkeyPatch.context() as patch, peer.links:

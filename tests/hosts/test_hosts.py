@@ -46,7 +46,7 @@ def assert_same_to_rounding(done: dict[str, Any], undisturbed: dict[str, Any]) -
 
 
 def scalars(folder: Path, tag: str) -> dict[int, float]:
-    """What TensorBoard shows: the last value of each step, over all files."""
+    """Scalars as TensorBoard shows them: the last value of each step, over all files."""
     found: dict[int, float] = {}
     for path in sorted(folder.glob("events.*"), key=lambda path: path.stat().st_mtime):
         for event in tf.compat.v1.train.summary_iterator(str(path)):
@@ -114,7 +114,8 @@ def test_hosts_come_and_go(cables, tmp_path):
     assert len(results) == 3
     for worker in results:
         assert_same_to_rounding(worker, alone[0])
-        assert worker["run"] == record["run"]  # what trackers go on with, wherever the chief is
+        # trackers continue with this run on any host of the chief
+        assert worker["run"] == record["run"]
     assert record["status"] == 0
     # The chief has moved; the time of all attempts is divided nevertheless.
     (line,) = re.findall(r"tfmw: goodput \d+ % of ([\d.]+) s: steps .* restarts ", output)

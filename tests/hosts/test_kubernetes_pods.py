@@ -1,8 +1,9 @@
 """The command of recipes/schedulers/kubernetes-hosts.yaml, and a pod that is made anew.
 
-No Kubernetes runs here. What it does for a pod is done by hand: the index and the token in its
-environment, the volume, and the names of all pods, which a new pod keeps while its address changes
-(kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode). `make test-hosts` runs it.
+No Kubernetes runs here: the test sets up each pod itself. A pod has the index and the token in its
+environment, the volume, and the names of all pods. A new pod keeps its name while its address
+changes (kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode). `make test-hosts`
+runs it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Pods(Hosts):
         self.serve_names()
 
     def serve_names(self) -> None:
-        """What DNS says now: a file in the place of each pod's /etc/hosts."""
+        """Names that DNS resolves now: a file in the place of each pod's /etc/hosts."""
         lines = map(" ".join, zip(self.cables.addresses, self.pods, strict=True))
         self._dns.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 

@@ -98,7 +98,7 @@ def test_a_record_that_cannot_be_read_lets_nobody_write(tmp_path, monkeypatch):
 
 
 def test_a_directorys_lock_ends_with_its_holder(tmp_path):
-    """Not with a holder that is stopped: nobody else may lead then."""
+    """A stopped holder keeps the lock: no other host may lead then."""
     program = (
         "import sys, signal; from pathlib import Path\n"
         "from tfmw.launcher.hosts.lease import DirectoryLease\n"
@@ -131,7 +131,7 @@ def test_a_directorys_secret_is_for_its_owner_only(tmp_path):
 
 
 def test_a_directory_that_was_given_to_another_is_noticed(tmp_path):
-    """As a network file system may do whose server was unreachable."""
+    """A network file system whose server was unreachable may give the lock to another holder."""
     clock = [0.0]
     one, other = (DirectoryLease(tmp_path, clock=lambda: clock[0]) for _ in range(2))
     assert one.acquire()
@@ -244,7 +244,7 @@ def test_a_holder_in_a_bucket_stops_before_another_can_lead(monkeypatch):
             one.publish(Record("run", attempt=2))
         clocks[1][0] += TTL_S
         assert other.acquire()
-        clocks[0][0] = 0.0  # a clock that stands still does not help either
+        clocks[0][0] = 0.0  # a clock that stops does not help either
         with pytest.raises(Lost):
             one.publish(Record("run", attempt=2))
         assert other.record() == Record("run", attempt=1)

@@ -1,4 +1,4 @@
-"""Parameter servers and an evaluator over hosts: what the loss of which host costs."""
+"""Parameter servers and an evaluator over hosts: the effect of a lost host on the others."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Training:
             file.write("go on\n")
 
     def until_a_backup(self) -> int:
-        """That of the first of these epochs is there. Returns the host that leads."""
+        """Waits for the first of these epochs' backups. Returns the host that leads."""
         for phase in ("both", "any"):
             self.over(phase)
             self.go_on()
@@ -180,7 +180,7 @@ def test_a_host_with_the_server_the_chief_and_the_evaluator_is_lost_with_its_att
 @pytest.mark.long
 @trains("cut", phases="both,any,any,free", options=["--ps=2"])
 def test_a_servers_host_behind_a_cut_link_is_lost_with_its_attempt(training):
-    """Neither its workers nor the chief wait for the server for longer than the supervisors do."""
+    """The workers and the chief wait for the server no longer than the supervisors do."""
     hosts, program = training
     leader = program.until_a_backup()
     other = program.lose_the_other(leader)

@@ -31,7 +31,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachine]:
 
 
 class Log:
-    """What a job writes."""
+    """Output of a job."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -23,7 +23,7 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close resets, so that no port sta
 
 
 class Wiretap:
-    """What hosts send each other, byte for byte, as their cables carry it.
+    """Bytes that hosts send each other, as their cables carry them.
 
     Args:
         cables: of the hosts; addresses of loopback have none, and nothing is recorded.
@@ -68,7 +68,7 @@ class Wiretap:
             self._parts.setdefault((source, port, target), {})[sequence] = data
 
     def conversations(self, sender: int, to: int) -> list[bytes]:
-        """What a host has sent to another one's supervisor, over each of its connections."""
+        """Bytes that a host has sent to another host's supervisor, by connection."""
         ends = self._cables.addresses[sender], self._cables.addresses[to]
         sent = [
             b"".join(data for _, data in sorted(parts.items()))

@@ -1,4 +1,4 @@
-"""Supervisors in simulated time: whatever dies or is cut, when, and in which order.
+"""Supervisors in simulated time: any death or cut link, at any time and in any order.
 
 `make test-hosts` runs many more schedules than `make test`.
 """
@@ -95,7 +95,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "world"))
     @rule(group=st.sets(INDEX, min_size=1), gone=st.booleans())
     def settle(self, group: set[int], gone: bool) -> None:
-        """Where enough hosts see each other and the lock, they train, or the run is done.
+        """Checks that hosts train, or the run is done, once enough see each other and the lock.
 
         The others are gone, or alive and cut off.
         """
@@ -169,7 +169,7 @@ def test_a_host_that_is_cut_off_ends_its_tasks(leads):
 
 
 def test_a_leader_that_cannot_write_is_ready_for_the_next_attempt():
-    """What its attempt's end asked for at once with the record is not lost with it."""
+    """The same message as the record has a request of the attempt's end, which is not lost."""
     world = training(min_hosts=1, expires=True)
     leader = leader_of(world)
     for other in set(range(HOSTS)) - {leader}:
@@ -240,7 +240,7 @@ def test_the_policys_count_moves_with_the_lead():
 
 @pytest.mark.parametrize("min_hosts", [2, 3])
 def test_a_preempted_host_exits_with_75_and_the_others_continue(min_hosts):
-    """Or wait, if they are too few."""
+    """The others wait if they are too few."""
     world = training(min_hosts=min_hosts, expires=False)
     victim = (leader_of(world) + 1) % HOSTS
     host = world.hosts[victim]

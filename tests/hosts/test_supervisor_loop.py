@@ -1,4 +1,4 @@
-"""The supervisor's loop waits for whoever can bring news, and never spins."""
+"""The supervisor's loop waits for each sender of news, and never spins."""
 
 from __future__ import annotations
 

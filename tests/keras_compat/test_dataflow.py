@@ -1,4 +1,4 @@
-"""How values follow from the examples of a batch, by their graph."""
+"""Dependence of values on the examples of a batch, derived from their graph."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def penalized_through_padding(x: Any) -> Any:
 
 
 def with_noisy_labels(x: Any) -> Any:
-    """As a GAN has them: of what is made and of what is real, of the shape of both."""
+    """A loss of generated and real examples as in a GAN, with noise of the shape of both."""
     both = tf.concat([2 * x, x], axis=0)
     labels = tf.concat([tf.ones_like(x[:, :1]), tf.zeros_like(x[:, :1])], axis=0)
     labels += 0.05 * tf.random.uniform(tf.shape(labels))
@@ -100,12 +100,12 @@ def with_noisy_labels(x: Any) -> Any:
 
 
 def counts(x: Any, **columns: int) -> Any:
-    """Of each example; as many columns as its largest value and the limits say."""
+    """Counts of each example; as many columns as its largest value and the limits require."""
     return tf.cast(tf.math.bincount(tf.cast(x, tf.int32), axis=-1, **columns), tf.float32)
 
 
 def chosen(x: Any) -> Any:
-    """Of each example the probability of one class, as of the actions in a policy gradient."""
+    """Probability of one class for each example, as of the actions in a policy gradient."""
     places = tf.range(tf.shape(x)[0])
     labels = tf.argmax(x, axis=1, output_type=tf.int32)
     return tf.reduce_mean(tf.gather_nd(x, tf.stack([places, labels], axis=1)))
@@ -129,7 +129,7 @@ def inner(x: Any) -> Any:
 
 
 def nearest_code(x: Any) -> Any:
-    """As VQ-VAE: each row's nearest row of a table."""
+    """Nearest row of a table for each row, as in VQ-VAE."""
     flat = tf.reshape(x @ KERNEL, [-1, 3])
     distances = (
         tf.reduce_sum(flat**2, axis=1, keepdims=True)

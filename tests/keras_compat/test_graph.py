@@ -21,7 +21,7 @@ METRIC = keras.Variable(0.0)
 
 
 def in_graph(look: Callable[[Any], Any]) -> Any:
-    """What `look` returns of a batch [None, 3] in a graph, in a replica's context."""
+    """Result of `look` on a batch [None, 3] in a graph, in a replica's context."""
     found = []
 
     def step(x: Any) -> Any:

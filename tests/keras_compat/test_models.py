@@ -1,4 +1,4 @@
-"""How models with a `train_step` of their own are built."""
+"""Building of models with a `train_step` of their own."""
 
 from __future__ import annotations
 

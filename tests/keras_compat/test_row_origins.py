@@ -95,7 +95,7 @@ def test_lookups_of_one_table_are_told_apart() -> None:
     def lookups(words: Any) -> list[Any]:
         return [words, ops.arange(4), ops.cast(words, "int64") + 1, LARGE]
 
-    for nested in (False, True):  # what a loop captures, and the iterator beyond it
+    for nested in (False, True):  # captured values of a loop, and the iterator beyond it
         assert sorted(origins(lookups, nested=nested)) == [SAME, SAME, EXAMPLES, EXAMPLES]
 
 
@@ -143,7 +143,7 @@ def test_parts_are_joined_as_they_were() -> None:
 
 
 def test_compiled_function_passes_the_origins_of_rows_on() -> None:
-    """As for a step that XLA compiles: gradients are reduced outside of it."""
+    """A step that XLA compiles passes them on, too: gradients are reduced outside of it."""
     table = keras.Variable(np.ones([20, 2], "float32"))
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build([table])

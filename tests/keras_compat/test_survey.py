@@ -1,4 +1,4 @@
-"""A sample of `make survey`: what Keras exports, on two replicas beside one process."""
+"""A sample of `make survey`: items that Keras exports, on two replicas and in one process."""
 
 from __future__ import annotations
 

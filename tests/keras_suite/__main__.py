@@ -49,8 +49,9 @@ PACKAGES = [
     )
 ]
 
-# What these tests import at their top and tfmw has no use for. PyTorch is left out, as its wheels
-# bring CUDA: five files, of adapters that tfmw does not replace, cannot be imported without it.
+# Libraries that these tests import at their top and tfmw does not use. PyTorch is not among them,
+# as its wheels bring CUDA: five files, of adapters that tfmw does not replace, cannot be imported
+# without it.
 LIBRARIES = ("grain", "jax", "orbax-checkpoint", "pandas", "scipy")
 
 # As Keras's pyproject.toml has it, which its tests rely on.
@@ -71,12 +72,12 @@ Outcomes = dict[str, dict[str, Any]]
 
 @dataclasses.dataclass
 class Verdict:
-    """What the outcomes say, as lists of tests.
+    """Outcomes as lists of tests.
 
     Attributes:
-        new: fail with tfmw only, and nobody knew.
+        new: fail with tfmw only, and are not listed.
         known: fail with tfmw only, and are listed.
-        stale: listed, and do not fail with tfmw only: test -> what they do.
+        stale: listed, and do not fail with tfmw only: test -> outcome.
         shared: fail with plain Keras, too.
     """
 
@@ -87,11 +88,11 @@ class Verdict:
 
     @classmethod
     def of(cls, tfmw: Outcomes, keras: Outcomes, known: Iterable[str], everything: bool) -> Verdict:
-        """Compares.
+        """Compares the outcomes with tfmw and with plain Keras.
 
         Args:
-            tfmw: what became of each test with tfmw.
-            keras: what becomes of those that failed, with plain Keras.
+            tfmw: outcome of each test with tfmw.
+            keras: outcome of the failed ones with plain Keras.
             known: tests that are listed.
             everything: whether all tests ran, so that a listed one that did not is none.
         """
@@ -176,7 +177,7 @@ def _pip(python: str, *arguments: str, environ: Mapping[str, str] = os.environ) 
 
 
 def environment() -> dict[str, str]:
-    """Of the process that runs tests."""
+    """Environment of the process that runs tests."""
     return {
         **os.environ,
         **ONE_THREAD,
@@ -195,7 +196,7 @@ def run(
     options: Iterable[str],
     jobs: int,
 ) -> Outcomes:
-    """What becomes of tests, handed to "tfmw" or left to "keras"."""
+    """Outcomes of tests, handed to "tfmw" or left to "keras"."""
     outcomes = BUILD / f"{trainer}.json"
     outcomes.unlink(missing_ok=True)
     command = [
@@ -219,7 +220,7 @@ def run(
 def with_plain_keras(
     python: Path, folder: Path, tests: list[str], cache: Path, jobs: int
 ) -> Outcomes:
-    """What becomes of `tests` with plain Keras; what is known from runs before is not run again."""
+    """Outcomes of `tests` with plain Keras; known outcomes of earlier runs are reused."""
     known: Outcomes = json.loads(cache.read_text()) if cache.exists() else {}
     asked = [test for test in tests if test not in known]
     if asked:
@@ -243,7 +244,7 @@ def print_tests(verdict: Verdict, tfmw: Outcomes, listed: Path) -> None:
     """Prints why known failures are, and each test that changes the verdict.
 
     Args:
-        tfmw: what became of each test with tfmw.
+        tfmw: outcome of each test with tfmw.
         listed: the file of known failures.
     """
     known = known_failures(listed)

@@ -80,7 +80,7 @@ def _trains(item: pytest.Item) -> bool:
 
 
 def _stand_in_for_conftest() -> None:
-    """What some tests import from the `conftest` of Keras's repository, not in its distribution."""
+    """Substitutes names that tests import from the `conftest` of Keras's repository."""
     import keras
 
     def skip_if_backend(backend: str, reason: str) -> pytest.MarkDecorator:

@@ -1,4 +1,4 @@
-"""What a run of Keras's tests says, from what became of each."""
+"""Verdict of a run of Keras's tests, from the outcome of each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the flight recorders of workers say together, without processes."""
+"""Analysis of the flight recorders of all workers, without processes."""
 
 from __future__ import annotations
 
@@ -288,7 +288,8 @@ def test_a_directory_that_others_may_use_is_refused(runtime: Path, tmp_path: Pat
     runtime.chmod(0o770)
     with pytest.raises(UsageError, match="not a directory of this user alone"):
         run_files.runs()
-    with published(RunStatus(tmp_path / "run7", ["script"])):  # the run goes on without
+    # the run continues without the status file
+    with published(RunStatus(tmp_path / "run7", ["script"])):
         assert list(runtime.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""How failures are described: the error of the task, and a hint where one is known."""
+"""Descriptions of failures: the error of the task, and a hint if one is known."""
 
 from __future__ import annotations
 

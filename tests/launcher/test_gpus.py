@@ -1,4 +1,4 @@
-"""GPUs of a machine are divided between its tasks: what TensorFlow would read, without a GPU."""
+"""Division of a machine's GPUs between its tasks, as TensorFlow would read it, without a GPU."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_shared_and_idle_gpus_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_tasks_of_one_machine_get_their_share(run_cluster, monkeypatch, tmp_path) -> None:
-    """Of `tfmw run`, and of `tfmw.launch`, by which fit(workers=N) starts its workers."""
+    """Tasks of `tfmw run`, and of `tfmw.launch`, by which fit(workers=N) starts its workers."""
     env = {"TFMW_NO_INIT": "1", "CUDA_VISIBLE_DEVICES": "3,5,7,9"}
     run = run_cluster("visible_gpus.py", workers=2, ps=1, evaluator=True, env=env)
     assert dict(re.findall(r"(\w+ ?\d?) has GPUs (.*)", run.output)) == {

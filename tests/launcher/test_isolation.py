@@ -1,4 +1,4 @@
-"""The tasks' private network: who is in it, what it costs, what is said where there is none."""
+"""The tasks' private network: its members, its cost, and the message if there is none."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TestRow34:
         assert isolated[1] == ""
 
     def test_unprivileged_user_gets_a_private_network(self, tmp_path):
-        """By a user namespace; whoever is root here gives up the right to do without first."""
+        """A user namespace gives it; root gives up its rights to test this."""
         code = (
             "import os, socket\n"
             f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
@@ -144,7 +144,7 @@ class TestImpossible:
 
 
 def test_system_without_namespaces_is_detected(tmp_path):
-    """In a user namespace that allows no further network namespace."""
+    """The test runs in a user namespace that allows no further network namespace."""
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from tfmw.launcher import isolation\n"

@@ -1,4 +1,4 @@
-"""Where `--metrics-port` listens."""
+"""The address of `--metrics-port`."""
 
 from __future__ import annotations
 

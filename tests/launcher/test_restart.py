@@ -44,7 +44,7 @@ NO_INIT = {"TFMW_NO_INIT": "1", "PYTHONPATH": str(ROOT)}
 
 @dataclasses.dataclass
 class Run:
-    """What a run of restart_tasks.py left."""
+    """Result of a run of restart_tasks.py."""
 
     result: Result
     text: str
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def lines(self) -> list[str]:
-        """What the launcher said."""
+        """Lines of the launcher."""
         return [line for line in self.text.splitlines() if line.startswith("tfmw:")]
 
     @property
@@ -747,7 +747,7 @@ def test_row_14_a_preempted_launcher_lets_the_tasks_save(serving, number, option
 
 @pytest.mark.parametrize("who", ["the launcher", "a task"])
 def test_all_elastic_workers_are_told_to_save(serving, tmp_path, who):
-    """They do not agree on a step."""
+    """The workers do not agree on a step."""
     options = ("--elastic", "--max-restarts=1", "--preempt-grace=600")
     launcher, pids = serving("*@0=serve_alone", options=options)
     os.kill(launcher.pid if who == "the launcher" else pids[1], signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Local clusters: what their users see, how they fail, and that nothing is left of them."""
+"""Local clusters: their output, their failures, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def two(run: Any) -> ClusterRun:
 
 
 def without_note(run: ClusterRun) -> str:
-    """What a run printed, without its line on the tasks' network: it depends on the system."""
+    """Output of a run without its line on the tasks' network, which depends on the system."""
     first, _, rest = run.output.partition("\n")
     return rest if first.startswith("tfmw: ") and " network" in first else run.output
 
@@ -180,7 +180,7 @@ def last_line(run: ClusterRun) -> str:
 
 
 class TestLines:
-    """What is printed of failures."""
+    """Output about failures."""
 
     def test_one_error_of_several_workers_is_one_line(self):
         cause = Failure("worker 0", "ValueError: bad", how="exit status 1", seconds=2.0)
@@ -383,7 +383,7 @@ class TestEnd:
         assert wait_gone(pids, 5) == []
 
     def test_no_files_outlive_a_caller_that_is_killed(self, tmp_path):
-        """As a notebook's kernel is; of fit the folder is large, as it has backups."""
+        """A notebook's kernel may be killed; the folder of fit is large, as it has backups."""
         script = (
             "import os, signal, tfmw\nfrom tfmw.launcher.run import launch\n"
             "os.mkdir(folder := os.environ['TMPDIR'] + '/tfmw-fit-1')\n"
@@ -417,7 +417,7 @@ class TestEnd:
             assert launcher.wait(timeout=10) == 128 + signal.SIGPIPE
 
     def test_a_run_outlives_its_terminal(self, tmp_path):
-        """As after `disown`: no SIGHUP arrives, and what is written fails."""
+        """The run continues as after `disown`: no SIGHUP arrives, and output fails."""
         gates = [tmp_path / f"gate of worker {i}" for i in (0, 1)]
         for gate in gates:
             os.mkfifo(gate)
@@ -471,7 +471,7 @@ class TestEnd:
         assert [words in line for line in said if "SIGPIPE" not in line] == [True] * bool(words)
 
     def test_files_that_cannot_be_written_are_one_sentence(self, tmp_path, monkeypatch):
-        """As on a disk that is full by the time the tasks start."""
+        """The disk is full by the time the tasks start."""
 
         def full(path: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -528,7 +528,7 @@ class TestOutput:
 
     @staticmethod
     def until(terminal: int, words: bytes | None) -> bytes:
-        """What the terminal shows, up to these words or its end."""
+        """Output on the terminal up to these words, or up to its end."""
         shown = b""
         while words is None or words not in shown:
             try:
@@ -783,7 +783,7 @@ def test_fork_server_is_kept_for_the_next_run():
 
 
 def test_a_forked_task_can_be_ended_from_its_first_moment(tmp_path):
-    """It has its group already; else a launcher that ends it at once waits for it forever."""
+    """The task has its group already; a launcher that ends it at once would wait forever."""
     (tmp_path / "tensorflow.py").write_text("raise ImportError('not needed here')\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "TFMW_LAUNCHER_PID": str(os.getpid())}
     server = fork_server.ForkServer([*TASK_COMMAND, "fork-server"], ["script"], env)

@@ -83,7 +83,7 @@ def test_each_host_shows_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         second.kill()
         second.communicate()
         assert "worker 1 |" not in shown("status")
-        assert len(list(runtime.iterdir())) == 1  # what was killed has left nothing
+        assert len(list(runtime.iterdir())) == 1  # the killed run has left nothing
         output, _ = first.communicate("")
     assert re.search(r"^tfmw: goodput \d+ % of .* s: ", output, re.MULTILINE)  # the chief
     assert list(runtime.iterdir()) == []

@@ -40,7 +40,7 @@ def shown(*command: str) -> str:
 def until(
     condition: Callable[[str], object], run: subprocess.Popen[str], command: str = "status"
 ) -> str:
-    """What `tfmw status`, or another command, shows once it shows something."""
+    """Output of `tfmw status`, or of another command, once it meets a condition."""
     deadline, last = time.monotonic() + PATIENCE_S, ""
     while time.monotonic() < deadline:
         assert run.poll() is None, run.communicate()[0]
@@ -51,7 +51,7 @@ def until(
 
 
 def numbers_aside(line: str) -> str:
-    """With N for each; and which exchange it is depends on where a signal finds the worker."""
+    """Replaces numbers by N; a signal may find the worker in either of several ring operations."""
     line = re.sub(r" *\d[\d.,]*", " N", line).replace("worker N", "worker 1")
     return line.replace("(metrics)", "(gradients of step N)")
 

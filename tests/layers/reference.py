@@ -11,7 +11,7 @@ WAYS = 16
 
 @dataclasses.dataclass
 class Place:
-    """Where an id may be; free while `used` is 0."""
+    """A slot for an id; free while `used` is 0."""
 
     id: int = 0
     used: int = 0
@@ -48,7 +48,7 @@ class Table:
 
 
 class Reference:
-    """Which id has a row, step after step."""
+    """Rows of the ids, step after step."""
 
     def __init__(self, table: Table, candidates: Table | None, min_count: int, max_age: int | None):
         self.table, self.candidates = table, candidates

@@ -57,7 +57,7 @@ def test_all_members_have_the_same_weights(calm: ClusterRun, name: str) -> None:
 
 
 def counted(run: ClusterRun) -> collections.Counter[int]:
-    """Of each example, in how many steps of rounds that have ended."""
+    """Number of steps, of rounds that have ended, that trained on each example."""
     ended = (numbers for member in run for _, _, numbers in member["ended"])
     return collections.Counter(n for numbers in ended for n in numbers)
 
@@ -112,7 +112,7 @@ def test_where_all_are_lost_all_resume_from_their_backups() -> None:
 def test_backups_between_two_rounds_lose_no_example(losses: list[str]) -> None:
     """Backups are due after each second and each fifth step, rounds after each third.
 
-    Where all are lost, member 1 has its last backup from an earlier round than member 0.
+    If all are lost, member 1 has its last backup from an earlier round than member 0.
     """
     run = run_cluster(
         "elastic.py", "lose", "with-backups", "every=2,5", *losses,

@@ -56,7 +56,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def joined(threads: ThreadPoolExecutor, *clients: RoundClient, state: float = 7.0) -> None:
-    """All take part; the first sends its state."""
+    """Joins all clients; the first sends its state."""
     waiting: list[Future[RoundAnswer]] = [threads.submit(c.join, "same", 0) for c in clients]
     first = waiting[0].result(10)
     assert first.arrays == []
@@ -111,7 +111,7 @@ def test_rounded_values(threads: ThreadPoolExecutor, kind: str, error: float) ->
             np.testing.assert_array_equal(one, other)
             assert one.nbytes < values[0].nbytes / (3.8 if kind == "int8" else 7.5)
             total += packs[0].values(one, 3000)
-            # What is rounded away comes later: the mean error falls.
+            # Rounding errors are added to the next rounds: the mean error falls.
             assert np.abs(total / number - values.mean(axis=0)).max() < 3 * error / number + 1e-6
 
 
@@ -310,7 +310,7 @@ def test_the_program_ends_with_its_input() -> None:
 
 
 def test_the_program_serves_without_input() -> None:
-    """As with nohup, and in the background of a shell."""
+    """Standard input is closed as with nohup, or as in the background of a shell."""
     with subprocess.Popen(
         PROGRAM, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
         env={"TFMW_TOKEN": "key"},
@@ -401,7 +401,7 @@ class _WithoutDescriptors:
 
 
 def test_the_server_waits_for_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks again after a pause."""
+    """The server retries after a pause."""
     pauses = queue.SimpleQueue[float]()
     pause = time.sleep
 

@@ -68,7 +68,7 @@ def run_all(
 
 
 def digest_of(results: dict[str, np.ndarray]) -> str:
-    """Of everything that must be the same on all tasks."""
+    """Digest of all results that must be the same on all tasks."""
     digest = hashlib.sha256()
     for name, value in sorted(results.items()):
         if name != "warned":

@@ -26,11 +26,11 @@ EPOCHS = 2
 
 @dataclasses.dataclass
 class Case:
-    """What one row trains, evaluates and predicts.
+    """Model and data that one row trains, evaluates and predicts.
 
     Attributes:
         model: compiled, built anywhere.
-        x, y: as `fit` takes them.
+        x, y: arguments of `fit`.
         fit: more arguments of `fit`.
         evaluate: arguments of `evaluate`; default: the training data. None: not evaluated.
         predict: `x` of `predict`; default: the training data. None: not predicted.
@@ -55,7 +55,7 @@ class Row:
     """An entry of the matrix.
 
     Attributes:
-        name: of the row.
+        name: name of the row.
         build: makes the case, afresh.
         tol: greatest difference allowed, relative to the largest value of each array.
         logs_tol: the same for logs; default `tol`.
@@ -63,12 +63,12 @@ class Row:
             and everything else need only be finite and the same on every worker.
         equal: prefixes of result names that must be equal to one process.
         core: in the small set that runs on the oldest supported versions.
-        fast: of the core, in the smaller set that `make test` runs on two processes.
+        fast: in the smaller part of the core that `make test` runs on two processes.
         too: `make test` leaves it to `make test-thorough`, as it has rows of the same kind.
         long: takes so long that only `make test-long` runs it.
-        warns: part of a warning that tfmw must give on several replicas. Of a row without one, it
-            must not warn that results differ.
-        only: the columns that run it; all, where there are none.
+        warns: part of a warning that tfmw must give on several replicas. If it is None, tfmw must
+            not warn that results differ.
+        only: the columns that run it; empty for all.
         floatx: Keras's default type while it runs.
     """
 
@@ -147,7 +147,7 @@ def _run(
 
 
 def compared(results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What must equal one process."""
+    """Results that must equal those of one process."""
     return {name: value for name, value in results.items() if name != "warned"}
 
 

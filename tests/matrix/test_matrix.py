@@ -1,9 +1,9 @@
 """Every cell of the matrix: tfmw on several replicas against Keras in one process.
 
-A test is one cell. Of a column, those rows run whose cells were asked for (`-k AdamW`), all in one
-launch. `make test` runs some of the core of the rows on two virtual devices, and others on two
-processes. `make test-thorough` runs the latter on more processes, and most other rows on two;
-`make test-long` has the rest.
+A test is one cell. One launch runs all rows of a column whose cells were selected (`-k AdamW`).
+`make test` runs some of the core of the rows on two virtual devices, and others on two processes.
+`make test-thorough` runs the latter on more processes, and most other rows on two; `make test-long`
+has the rest.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _two(row: Row) -> str:
 
 
 def _more(row: Row) -> str:
-    """Of the columns of more replicas."""
+    """Mark of a row's cells in the columns of more replicas."""
     return "thorough" if row.fast else "long"
 
 

@@ -1,4 +1,4 @@
-"""What workers compare, to see whether they have the same weights."""
+"""Values that workers compare to see whether they have the same weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL, LARGE = 1_000, 1_000_000  # of which TensorFlow makes the checksums
 
 
 def compared(values: np.ndarray, dtype: str | None = None) -> Any:
-    """What a worker with a variable of these values sends to the others."""
+    """Checksum that a worker with a variable of these values sends to the others."""
     sent: list[Any] = []
 
     def from_all(value: Any) -> list[Any]:

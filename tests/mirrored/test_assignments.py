@@ -1,4 +1,4 @@
-"""How often a traced function assigns to variables."""
+"""Number of assignments of a traced function to variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fit, evaluate and predict keep from call to call, and when they trace anew."""
+"""State that fit, evaluate and predict keep between calls, and causes of new traces."""
 
 from __future__ import annotations
 

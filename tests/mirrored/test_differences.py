@@ -16,7 +16,7 @@ from tests.helpers.cluster import ONE_THREAD, PROGRAMS, ROOT
     "kept", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)]
 )
 def test_programs_are_equal_or_named(kept: str) -> None:
-    """In a process of its own: virtual devices are made before TensorFlow starts."""
+    """The test has a process of its own: virtual devices are made before TensorFlow starts."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", kept]
     run = subprocess.run(
         [*command, str(PROGRAMS / "differences.py")],

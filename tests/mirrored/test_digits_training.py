@@ -21,7 +21,7 @@ PROGRAM = PROGRAMS / "train_digits.py"
 
 @pytest.fixture(scope="module")
 def reference():
-    """What one process running model.fit gives."""
+    """Result of one process that runs model.fit."""
     run = subprocess.run(
         [sys.executable, PROGRAM, "reference"],
         capture_output=True,

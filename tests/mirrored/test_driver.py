@@ -1,4 +1,4 @@
-"""The synchronous driver's own functions; what it computes is in tests/matrix."""
+"""The synchronous driver's own functions; tests/matrix tests its results."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_what_quantization_takes_away_from_many_sums_is_not_lost() -> None:
 
 
 class Replicas(SimpleNamespace):
-    """What a plan asks of a transport of so many replicas; in a ring, or on machines of 8."""
+    """Stand-in for a transport of so many replicas, in a ring or on machines of 8, for a plan."""
 
     pack_bytes = 1 << 20
     whole_sums = False

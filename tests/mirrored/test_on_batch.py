@@ -22,7 +22,7 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.fixture(scope="module", params=[pytest.param("devices", marks=pytest.mark.long), "workers"])
 def tasks(request: pytest.FixtureRequest, run_cluster: Any) -> list[dict[str, Any]]:
-    """What each task of two replicas wrote."""
+    """Result of each task of two replicas."""
     workers = 2 if request.param == "workers" else 1
     loops = sorted(set(chosen(request, "test_a_loop_has_the_numbers_of_one_process", "loop")))
     run = run_cluster("on_batch.py", request.param, *loops, workers=workers, timeout_s=300)
@@ -70,7 +70,7 @@ def test_wrong_use_is_one_sentence(tasks: list[dict[str, Any]]) -> None:
 
 
 def test_tasks_that_differ_are_told_so(run_cluster: Any) -> None:
-    """Before the step: it has no effect, and no task waits for another."""
+    """The error comes before the step: it has no effect, and no task waits for another."""
     run = run_cluster("on_batch.py", "differences", status=2)
     assert "tasks passed different batches" in run.output
     for task in run:
@@ -81,7 +81,7 @@ def test_tasks_that_differ_are_told_so(run_cluster: Any) -> None:
 
 
 class TestComparison:
-    """Of what tasks sum before a step, for any number of them."""
+    """Comparison of the values that tasks sum before a step, for any number of tasks."""
 
     @staticmethod
     def differing(values: list[list[float]]) -> list[bool]:
@@ -89,7 +89,7 @@ class TestComparison:
         return batch_driver.differing(every.sum(0), np.square(every).sum(0), len(values))
 
     def sampled(self, tasks: int, batch: Any, other: Any = None) -> list[list[float]]:
-        """Of tasks that have a batch, and of the last one, which may have another."""
+        """Samples of tasks that have a batch, and of the last one, which may have another batch."""
         checksum = zlib.crc32(str(tasks).encode())
         one = batch_driver._sampled(batch, tasks, checksum)
         last = one if other is None else batch_driver._sampled(other, tasks, checksum)

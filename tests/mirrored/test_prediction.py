@@ -75,7 +75,7 @@ def test_callbacks_on_batches_see_the_outputs_of_each_call(calls: list[int]) -> 
 
 
 def test_outputs_of_changing_width_are_those_of_keras() -> None:
-    """It is that of the longest text of a batch, so outputs of several steps make no one tensor."""
+    """The width is that of the longest text in a batch, so outputs of steps differ in shape."""
     layer = keras.layers.TextVectorization(vocabulary=list("abcdefg"))
     one = keras.Sequential([keras.Input((1,), dtype="string"), layer])
     dataset = tf.data.Dataset.from_tensor_slices([["a"], ["b c"], ["d e f"], ["g"]]).batch(2)

@@ -1,4 +1,4 @@
-"""What travels when gradients are reduced. That the sums are right is in tests/matrix."""
+"""Values that are sent to reduce gradients. The sums themselves are tested in tests/matrix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MB = 1 << 20
 
 @pytest.fixture
 def sent(monkeypatch) -> list[Any]:
-    """What replicas are asked to reduce; two equal replicas are made up."""
+    """Values that replicas reduce; two equal replicas are simulated."""
     seen: list[Any] = []
 
     def all_reduce(operation, values, options):
@@ -90,12 +90,12 @@ def test_pack_size_0_splits_nothing(sent, monkeypatch):
 class TestOverRing:
     @pytest.fixture
     def addresses(self) -> list[int]:
-        """Where the arrays that go over the ring are."""
+        """Addresses of the arrays that the ring sends."""
         return []
 
     @pytest.fixture
     def exchanged(self, monkeypatch, addresses) -> list[Any]:
-        """What goes over a ring of two equal workers: arrays, or lists of rows and indices."""
+        """Values sent over a ring of two equal workers: arrays, or lists of rows and indices."""
         seen: list[Any] = []
 
         def total(mine, add=np.add, what=None):
@@ -210,7 +210,7 @@ class TestOverRing:
         np.testing.assert_array_equal(total[1], 2 * numbers(6, 2))
 
     def test_exchanges_keep_the_order_of_the_program(self, exchanged):
-        """Over functions, too: tasks that took another order would wait for each other for ever."""
+        """The order holds across functions, too: workers with another order would deadlock."""
         total_of = Reduction(tf.distribute.get_strategy())
         steps = tf.Variable(0)
 

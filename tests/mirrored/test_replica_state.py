@@ -1,4 +1,4 @@
-"""What replicas keep for themselves, given to another number of replicas."""
+"""Per-replica state, restored on another number of replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 
 @pytest.fixture
 def driver() -> SyncDriver:
-    """Of one replica, after a step of a model with moving averages."""
+    """A driver of one replica, after a step of a model with moving averages."""
     layers = [keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
     model = keras.Sequential(layers)
     model.compile("sgd", "mse", metrics=["mae"])

@@ -37,7 +37,7 @@ def gathers_of(rings: list[Ring], arrays: list[Any]) -> Callable[[int], list[Arr
 
 @pytest.fixture(params=["shared memory", "TCP"])
 def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What numbers travel through."""
+    """Transport of the ring's bytes."""
     monkeypatch.setenv(listener.SHARED_MEMORY, "0" if request.param == "TCP" else "1")
     return str(request.param)
 
@@ -232,7 +232,7 @@ def test_data_sent_before_the_end_of_a_worker_counts(joined):
 
 
 def test_each_sum_is_of_its_own_round(joined):
-    """None is late by a round or two, whether results are kept or let go of."""
+    """No sum belongs to an earlier round, whether the caller keeps results or not."""
     rings = joined(2)
 
     def rounds(rank: int) -> list[float]:
@@ -252,7 +252,7 @@ def test_each_sum_is_of_its_own_round(joined):
 
 @pytest.mark.parametrize("exchange", ["sum", "gather", "broadcast"])
 def test_workers_in_different_exchanges_fail(joined, exchange):
-    """Of the same length, so that nothing but the number of the exchange differs."""
+    """The arrays have the same length, so that only the number of the ring operation differs."""
     rings = joined(2)
     rings[1].exchanges += 1  # as of a worker that has made one exchange more
     values: Array = np.ones(10, "f")
@@ -370,7 +370,7 @@ def to(address: Any, over: str) -> socket.socket:
 
 
 def test_connections_without_the_key_are_rejected(joined, over):
-    """Whoever connects first, without the key, is not taken for a worker."""
+    """A client without the key is not taken for a worker, even if it connects first."""
     strangers = []
 
     def with_stranger(rank: int, from_all: Any) -> Any:
@@ -627,7 +627,7 @@ class TestTraining:
             assert third[1] > 0, "one worker has traced anew, and the others with it"
 
     def test_training_continues_in_cached_traces(self, tasks):
-        """After an evaluation or not, over either ring, and with evaluations in between."""
+        """Traces stay valid after evaluations and between them, over either ring."""
         runs = [run["weights"] for task in tasks for run in task["trained again"]]
         for weights in each(runs):
             for got, expected in zip(weights, runs[0], strict=True):

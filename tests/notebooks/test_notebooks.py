@@ -108,7 +108,7 @@ def shows_reading_a_benchmark(text: str) -> None:
     (both,) = numbers(r"two workers +([\d.]+) ms", text)
     (ratio,) = numbers(r": ([\d.]+) times as fast", text)
     (exchange,) = numbers(r"of that exchange +([\d.]+) ms", text)
-    # How long things take is this machine's business today; what is made of it is not.
+    # Times depend on this machine; the figures derived from them do not.
     assert min(float(half), float(alone), both) > 0
     assert ratio == pytest.approx(float(alone) / both, abs=0.05)
     assert exchange == pytest.approx(max(both - float(half), 0), abs=0.2)

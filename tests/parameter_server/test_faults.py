@@ -24,7 +24,7 @@ def run_until_the_end(cluster, result):
 @pytest.mark.thorough
 def test_killed_worker_is_replaced_while_others_continue(tmp_path):
     result = tmp_path / "result.json"
-    # How soon both workers take part is the machine's affair: epochs go on until they do.
+    # The time until both workers train depends on the machine: epochs repeat until then.
     arguments = ["--epochs=100000", f"--steps={STEPS}", "--phases=both,any,one,both"]
     arguments += [f"--result={result}"]
     with ByHand("ps_faulty.py", workers=2, ps=1, arguments=arguments) as cluster:

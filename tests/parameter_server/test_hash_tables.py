@@ -85,7 +85,7 @@ def test_every_case_equals_one_process(run_cluster, servers):
     found = run_cluster("ps_hash_tables.py", workers=1, ps=servers, timeout_s=500).chief
     for case in ("Adagrad", "momentum", "Adam", "SGD"):
         equals_one_process(found[case], is_table=servers > 1)
-        # Of ids that a batch has several times, Keras subtracts gradients in another order.
+        # If a batch has an id several times, Keras subtracts gradients in another order.
         assert found[case]["off_by"] < (1e-7 if case == "SGD" else 1e-30), case
     for case in ("whole", "one server"):
         equals_one_process(found[case], is_table=False)

@@ -16,7 +16,7 @@ MB = 1 << 20
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What bench/tables.py finds with a table of 256 MB and as much of optimizer slots."""
+    """Result of bench/tables.py with a table of 256 MB and as much of optimizer slots."""
     file = tmp_path_factory.mktemp("large") / "found.json"
     command = [ROOT / "bench" / "tables.py", "--gigabytes=0.25", "--no_exports", f"--json={file}"]
     done = subprocess.run(
@@ -35,7 +35,7 @@ def found(tmp_path_factory):
 @pytest.mark.thorough
 class TestLargeEmbedding:
     def gained(self, found, task):
-        """How much memory a task took for the model at most, in tables."""
+        """Peak memory of a task for the model, in multiples of the table."""
         assert found["table"] == 256 * MB
         return (found["peak"][task] - found["before"][task]) / found["table"]
 
@@ -61,7 +61,7 @@ class TestLargeEmbedding:
 
 
 def served(path):
-    """What a fresh process serves of an export, and by how much its memory grew."""
+    """Result of serving an export in a fresh process, with the growth of its memory."""
     done = subprocess.run(
         [sys.executable, PROGRAMS / "serve_rows.py", path],
         env={**os.environ, **ONE_THREAD},

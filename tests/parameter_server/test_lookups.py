@@ -35,7 +35,7 @@ IDS = [[9, 0, 0, 5, 9], [4, 4], [8, 0, 1, 2, 8, 1]]
 def answers(
     group: MultiTableLookup, asked: dict[int, tuple[tf.Tensor, tf.Tensor]]
 ) -> dict[int, tf.Tensor]:
-    """What servers answer."""
+    """Answers of the servers."""
     found = {}
     for server, (sizes, ids) in asked.items():
         shards = [shard for _, shard in group.shards[server]]
@@ -174,7 +174,7 @@ def test_lookups_that_follow_from_the_batch_are_planned_once() -> None:
 
 @pytest.fixture(scope="module")
 def travelled(run_cluster: Any) -> Any:
-    """How far the tables of `ps_row_travel.py` are from the arithmetic that they should follow."""
+    """Differences between the tables of `ps_row_travel.py` and the arithmetic in NumPy."""
     return run_cluster("ps_row_travel.py", workers=1, ps=2).chief
 
 
@@ -193,7 +193,7 @@ class TestRowsOnTheirWay:
         assert travelled["bf16"]["off_by_plain"] > 1e-4
 
     def test_one_message_there_and_one_back_between_two_steps(self, travelled: Any) -> None:
-        """In the loop's ten steps: before the first there are rows to ask for, after the last none.
+        """The loop has ten steps; one more message asks for rows before the first.
 
         Rows, gradients, variables and moving averages of two tables and two more layers.
         """
@@ -202,11 +202,11 @@ class TestRowsOnTheirWay:
         assert travelled["messages"] == {**there, **back}
 
     def test_gradients_go_the_way_of_their_rows(self, travelled: Any) -> None:
-        """Which ids are distinct, and who has them, is found out once, before the step."""
+        """Unique ids and their owners are computed once, before the step."""
         assert travelled["distinct"] == ["Unique"]
 
     def test_a_step_is_traced_for_its_lookups_and_as_one_op(self, travelled: Any) -> None:
-        """And once to make the variables that only the step knows."""
+        """One more trace makes the variables that only the step knows."""
         for name in ("plain", "ahead", "bf16"):
             assert travelled[name]["traces"] == 3, name
 

@@ -1,4 +1,4 @@
-"""Parts of parameter-server training that need no cluster: what is refused, who reads what."""
+"""Parts of parameter-server training that need no cluster: refusals, data of each worker."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def test_evaluator_exports_the_best_backup_not_the_last(tmp_path, scores):
     to_come = list(enumerate(scores))
 
     def next_backup(seconds):
-        """While the evaluator sleeps the training writes a backup; its bias is its number."""
+        """Writes a backup while the evaluator sleeps; its bias is its number."""
         number, _ = to_come.pop(0)
         model.layers[0].bias.assign([float(number)])
         tensors = state.Snapshots().take(model, tf.distribute.get_strategy())
@@ -368,7 +368,7 @@ def test_evaluator_exports_the_best_backup_not_the_last(tmp_path, scores):
     assert not store.steps()
 
 
-# ---- what is saved while training goes on -------------------------------------------------------
+# ---- backups during the training -------------------------------------------------------
 
 
 def test_snapshot_is_unchanged_by_training_and_allocates_once():

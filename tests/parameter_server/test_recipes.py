@@ -102,7 +102,7 @@ def test_a_coordinator_and_the_worker_that_started_it_end_together(terminals):
 
 
 def accuracy(chief):
-    """What the recipe prints in the end, on a chief that ends well."""
+    """Accuracy that the recipe prints at the end, on a chief that exits with 0."""
     assert chief.end(200) == 0, chief.output
     return float(re.findall(r"validation accuracy: (\d\.\d{4})", chief.output)[-1])
 

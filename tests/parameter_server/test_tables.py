@@ -15,7 +15,7 @@ EPOCHS, STEPS = 4, 5
 
 
 def run(folder, ps=2, epochs=EPOCHS, kill=None):
-    """What one training on `ps` servers finds, of which one task is killed after two epochs."""
+    """Result of one training on `ps` servers; one task may be killed after two epochs."""
     result = folder / "result.json"
     arguments = [f"--backup={folder / 'backups'}", f"--epochs={epochs}", f"--result={result}"]
     arguments += ["--pause=3"] * (kill is not None)

@@ -1,4 +1,4 @@
-"""How a program under `run_cluster` hands its result to the test."""
+"""Writes the result of a program under `run_cluster` for the test."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What Keras's own tests found: `as_keras.py devices|workers FOLDER SCENARIO...`.
+"""Regressions from Keras's own tests: `as_keras.py devices|workers FOLDER SCENARIO...`.
 
 Each scenario runs with Keras's own methods in one process and with tfmw on two virtual devices, or
 with tfmw on this worker. A scenario returns numbers that must be equal.
@@ -76,7 +76,7 @@ def compiled(*layers: Any, optimizer: Any = "sgd", **options: Any) -> keras.Mode
 
 
 def all_numbers(trainer: Any, model: Any, *data: Any) -> dict[str, Any]:
-    """Of a run of each method."""
+    """Results of a call of each method."""
     history = trainer.fit(model, *data, epochs=2)
     return {
         "loss": history.history["loss"],
@@ -457,7 +457,7 @@ def pipelines_that_keep_something(trainer: Any) -> Any:
 
 
 def halves_of_one_order(trainer: Any) -> Any:
-    """Without a seed, every process has another order; the halves hold each example once."""
+    """The order has no seed, so processes differ; the halves hold each example once."""
     order = examples(seed=None, reshuffle_each_iteration=False)
     model = compiled(keras.layers.Lambda(lambda x: x[:, :1]))
     model.build((None, 4))
@@ -538,7 +538,7 @@ def random_numbers_after_runs_on_other_data(trainer: Any) -> Any:
 
 
 def orders_drawn_without_a_seed(trainer: Any) -> Any:
-    """By global generators, which differ between workers until the data is read."""
+    """Global generators draw the orders; they differ between workers until the data is read."""
     out = []
     spec = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
 
@@ -570,7 +570,7 @@ def orders_drawn_without_a_seed(trainer: Any) -> Any:
 
 
 class Grows(keras.utils.PyDataset):
-    """Has another length after each epoch; notes the calls of its methods."""
+    """A dataset whose length grows after each epoch; records the calls of its methods."""
 
     def __init__(self, *lengths: int, workers: int = 1):
         super().__init__(workers=workers)
@@ -692,7 +692,7 @@ def order_resumed_within_an_epoch(trainer: Any) -> Any:
 
 
 class InPairs(keras.layers.Layer):
-    """Has the size of a batch written into it, as SPADE has."""
+    """A layer with the batch size as a constant, as SPADE has."""
 
     def call(self, x: Any) -> Any:
         mixed = keras.ops.reshape(x, (BATCH, 2, 2))
@@ -861,7 +861,7 @@ class Fails(keras.utils.PyDataset):
 
 
 def moving_averages_resumed_within_an_epoch(trainer: Any) -> Any:
-    """Before the first step replicas have averages of their own, which a callback leaves alone."""
+    """A callback does not change the replicas' own averages before the first step."""
     if where == "workers":
         return []  # an error of one task ends all of them
     runs = []
@@ -987,7 +987,7 @@ class Pair(keras.Model):
         before = self.first.fit(x, y, batch_size=BATCH, shuffle=False, **rest).history["loss"]
         loop = [float(self.second.train_on_batch(x[i : i + 5], y[i : i + 5])) for i in (0, 5)]
         losses = super().fit(x, y, batch_size=BATCH, shuffle=False, **rest).history["loss"]
-        # Twice: the second training goes on from the first.
+        # Twice: the second training continues from the first.
         losses += super().fit(x, y, batch_size=BATCH, shuffle=False, **rest).history["loss"]
         return [before, loop, losses, self.predict(x[:3], verbose=0).tolist()]
 
@@ -1018,7 +1018,7 @@ def a_fit_that_calls_tfmw(trainer: Any) -> Any:
 
 
 def tasks_of_keras_hub(trainer: Any) -> Any:
-    """On raw data, which the tasks' own methods prepare."""
+    """Trains on raw data, which the tasks' own methods prepare."""
     from tests.helpers import hub_tasks  # takes seconds to import
 
     out = {}

@@ -112,7 +112,7 @@ class OwnClient:
 
 
 class NeptuneRun:
-    """As if it were of a known one."""
+    """A stand-in for the run of a known tracker."""
 
     __module__ = "neptune.metadata_containers.run"
 

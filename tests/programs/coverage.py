@@ -1,4 +1,4 @@
-"""Which examples each task trains on, and what its predictions are: `coverage.py [seeded]`.
+"""Records the training examples and predictions of each task: `coverage.py [seeded]`.
 
 Every example is a number of its own, from 1: see `recording`.
 """
@@ -23,7 +23,7 @@ task = cluster.index
 
 EXAMPLES = 103
 mapped: list[int] = []
-counts: list[Callable[[], int]] = []  # what the bar asks for the examples of its throughput
+counts: list[Callable[[], int]] = []  # counters that the bar reads for its throughput
 
 
 def counted(callbacks: Any, shows: bool, verbose: Any, examples: Any, overlapping: bool) -> Any:

@@ -520,7 +520,7 @@ def masked_language_model() -> keras.Model:
 
 
 class Boxes(keras.losses.Loss):
-    """As RetinaNet's: each image's sums are divided by the number of its boxes."""
+    """RetinaNet's loss: each image's sums are divided by the number of its boxes."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         classes = ops.reshape(ops.cast(y_true, "int32"), (-1, 1)) + ops.arange(2)
@@ -556,7 +556,7 @@ ROWS = BATCH // 2  # of each replica
 
 
 class Noisy(layers.Layer):
-    """As NoisyNet, with a state of as many numbers as a replica has examples."""
+    """A layer as in NoisyNet, with a state of as many numbers as a replica has examples."""
 
     def build(self, shape: Any) -> None:
         self.kernel = self.add_weight(shape=(shape[-1], ROWS))
@@ -647,7 +647,7 @@ def simclr() -> keras.Model:
 
 
 class NTXent(Own):
-    """With both views in one batch, as in the paper."""
+    """The NT-Xent loss with both views in one batch, as in the paper."""
 
     def loss_of(self, x: Any, y: Any) -> Any:
         both = tf.math.l2_normalize(
@@ -762,7 +762,7 @@ def mean_of_some() -> keras.Model:
 
 
 class Hits(keras.metrics.Metric):
-    """As in Keras's guide: labels [n] against predictions [n, 1] are n * n comparisons."""
+    """A metric as in Keras's guide: labels [n] and predictions [n, 1] give n * n comparisons."""
 
     def __init__(self) -> None:
         super().__init__(name="hits")
@@ -817,7 +817,7 @@ class ByHand(Own):
 
 
 class SharpnessAware(ByHand):
-    """As the paper, and then gradient descent with momentum and clipping, all by hand."""
+    """The paper's step, then gradient descent with momentum and clipping, all by hand."""
 
     def build(self, shape: Any) -> None:
         self.momenta = [
@@ -962,7 +962,7 @@ def codebook(cls: type[Own] = Codes) -> keras.Model:
 
 
 class MeansOfSome(Codes):
-    """As k-means: a ratio of sums."""
+    """A ratio of sums, as in k-means."""
 
     def learn(self, z: Any, code: Any, chosen: Any) -> None:
         one_hot = ops.one_hot(chosen, 5)
@@ -1193,7 +1193,7 @@ class Counted(Own):
 
 
 def test_size_of_a_batch_as_a_number_is_refused_with_what_to_write(two_replicas: Any) -> None:
-    """It would be that of a replica's part, and no number in a graph tells."""
+    """The size would be that of a replica's shard, and the graph has no number for the batch."""
     with pytest.raises(Exception, match="None") as caught:
         trained(lambda: own(Counted, encoder=encoder()), two_replicas, BATCH)
     notes = [note for error in _causes(caught.value) for note in getattr(error, "__notes__", ())]

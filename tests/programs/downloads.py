@@ -37,7 +37,7 @@ def read(url: str) -> str:
     return body.decode()
 
 
-# What tf.distribute sends over gRPC must not need the proxy.
+# Messages that tf.distribute sends over gRPC must not need the proxy.
 strategy = tfmw.strategies.multi_worker_mirrored(collectives="ring")
 add = tf.function(
     lambda: strategy.run(

@@ -1,4 +1,4 @@
-"""Tells where a task lives: `isolate_tasks.py`; worker 0 serves on its port, the others connect."""
+"""Reports the network of a task: `isolate_tasks.py`; worker 0 serves, the others connect."""
 
 import contextlib
 import json

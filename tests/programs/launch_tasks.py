@@ -21,11 +21,11 @@ CHILD = [sys.executable, "-c", "import signal; print('child', flush=True); signa
 
 
 class UnavailableError(Exception):
-    """Has the name of what TensorFlow raises when a peer goes."""
+    """An error named as the one that TensorFlow raises when a peer is lost."""
 
 
 def ready() -> None:
-    """Tells the test that this task has come to its point."""
+    """Signals the test that this task has reached its point."""
     print(f"ready {os.getpid()}", flush=True)
 
 
@@ -147,7 +147,7 @@ def unfinished_line() -> None:
 
 
 def progress() -> None:
-    """As Keras writes it, and a line of the other worker in between, once the first half shows."""
+    """Prints progress as Keras does, and a line of the other worker once the first half shows."""
     print(f"a terminal: {sys.stdout.isatty()} {os.environ.get('TFMW_TTY')}")
     sys.stdout.write("\r1/2 \x1b[32m=\x1b[0m.")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""How tasks end: leaves.py evaluate|exit|step|busy|paused COLLECTIVES.
+"""Ends of tasks: leaves.py evaluate|exit|step|busy|paused COLLECTIVES.
 
 One task ends, or is busy, while the other waits for it; or all processes are paused meanwhile.
 """
@@ -64,7 +64,7 @@ class WaitsForThePause(keras.callbacks.Callback):
 if what == "paused":
 
     def refused(name: str, timeout_s: float) -> None:
-        """As after a pause: the service takes all tasks for lost, unless they were quick."""
+        """Simulates the end of a pause: the service takes tasks for lost that reply slowly."""
         raise tf.errors.UnavailableError(None, None, "Agent must be in CONNECTED state.")
 
     runtime.coordination_barrier = refused

@@ -1,4 +1,4 @@
-"""What users leave in: `model.fit`, and saving a model on every worker.
+"""Calls that users leave in a script: `model.fit`, and saving a model on every worker.
 
 model_fit.py fit|save FOLDER
 """
@@ -25,7 +25,7 @@ if mode == "fit":
 
 
 class Saving(keras.callbacks.Callback):
-    """As tuners have: saves on every worker, to one path."""
+    """A callback as tuners have: saves on every worker, to one path."""
 
     def on_epoch_end(self, epoch, logs=None):
         self.model.save_weights(folder / "epoch.weights.h5")
@@ -50,7 +50,7 @@ def train(callback):
 
 
 def save_and_load():
-    """As scripts of one process do, on every worker and to one path."""
+    """Saves and loads as scripts of one process do, on every worker and at one path."""
     for _ in range(5):
         model.save(folder / "all.keras")
         model.save_weights(folder / "all.weights.h5")

@@ -18,7 +18,7 @@ directory = Path(sys.argv[1])
 program = Path(__file__).parent / "train_long.py"
 
 
-here: tuple[str, ...] = ()  # what goes before a command that is to run in this namespace
+here: tuple[str, ...] = ()  # prefix of a command that is to run in this namespace
 
 
 def ip(*words: str, inside: tuple[str, ...] = here) -> None:

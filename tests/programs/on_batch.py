@@ -79,7 +79,7 @@ def weighted_examples(api: Any) -> list[float]:
 
 
 def clipped_weights(api: Any) -> list[float]:
-    """As in a Wasserstein GAN, the loop changes weights between the steps."""
+    """Trains as a Wasserstein GAN does: the loop clips weights between the steps."""
     model = classifier()
     for step in range(3):
         api.train(model, data(6, step), np.arange(6) % 3)

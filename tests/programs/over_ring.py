@@ -45,7 +45,7 @@ def model(seed: int) -> keras.Model:
 
 
 def trained(seed: int = 5, **options: Any) -> dict[str, Any]:
-    """What came of a training of 2 epochs, whose last batch is a small one."""
+    """Result of a training of 2 epochs, whose last batch is a small one."""
     before = exchanges()
     trainee = model(seed)
     random = np.random.default_rng(0)
@@ -143,7 +143,7 @@ def trained_again(evaluated_first: bool) -> dict[str, Any]:
 
 
 def exchanges() -> int:
-    """Of gradients and weights over the ring, so far."""
+    """Number of operations on gradients and weights over the ring so far."""
     counts = {} if connection._ring is None else connection._ring.counts
     return sum(number for what, number in counts.items() if what not in ("metrics", "decisions"))
 

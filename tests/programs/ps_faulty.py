@@ -87,7 +87,7 @@ def read(context):
 
 
 class Model(keras.Sequential):
-    """Tells which part of its batches worker 1 made."""
+    """A model that reports the share of its batches that worker 1 processed."""
 
     def build(self, input_shape=None):
         super().build(input_shape)

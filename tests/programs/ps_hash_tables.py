@@ -129,7 +129,7 @@ def train(name, strategy):
 
 
 def lookups(model, stock, ids):
-    """What lookups on the coordinator find, beside those of one process; and exports."""
+    """Results of lookups on the coordinator and in one process; also writes exports."""
     before = [variable.numpy().tobytes() for variable in model.variables]
     labels = np.ones((*ids.shape, 3), np.float32)
     batch = tf.data.Dataset.from_tensors((ids, labels))
@@ -158,7 +158,7 @@ def refusal(call):
 
 
 def bytes_on_servers():
-    """Of a layer's variables, by server; and the most of a bucket."""
+    """Bytes of a layer's variables by server."""
     layer = tfmw.layers.HashTableEmbedding(WIDTH, max_bytes=100_000, min_count=2)
     layer.build(())
     of_servers: dict[int, int] = {}
@@ -176,7 +176,7 @@ def peak() -> int:
 
 
 def measured(max_bytes, folder):
-    """What the coordinator takes to train a layer, to back it up, to evaluate and to export it."""
+    """Memory that the coordinator needs to train, back up, evaluate and export a layer."""
     begun = peak()
     layer = tfmw.layers.HashTableEmbedding(WIDTH, max_bytes=max_bytes, min_count=2)
     model = keras.Sequential([keras.Input((), dtype="int64"), layer, keras.layers.Dense(3)])
@@ -202,7 +202,7 @@ if options.bytes:
     raise SystemExit(0)
 for name in chosen:
     size = 1 << 20 if name == "one server" else 64
-    # Of no effect on rows that ids take: they are looked up in their step.
+    # 1 if ids that take a row see no effect of the step: they are looked up in their own step.
     ahead = int(name == "momentum")
     strategy = tfmw.strategies.parameter_server(min_shard_bytes=size, prefetch_rows=ahead)
     model, results[name] = train(name, strategy)

@@ -1,4 +1,4 @@
-"""Trains on parameter servers, is asked to leave inside the second epoch, and goes on.
+"""Trains on parameter servers, is preempted inside the second epoch, and resumes.
 
 ps_resume.py --backup=DIR [--leave]
 """

@@ -1,7 +1,6 @@
-"""How rows travel: fetched ahead, and as bfloat16; each beside the same arithmetic in NumPy.
+"""Rows that are fetched ahead, or sent as bfloat16, compared with the same arithmetic in NumPy.
 
-And in how many messages all that a step needs and changes does, with variables of other layers; and
-how often a step is traced.
+Also counts the messages of a step, with variables of other layers, and the traces of a step.
 """
 
 import re
@@ -98,7 +97,7 @@ for name, settings, send in CASES:
 
 
 def messages_of(graph):
-    """In the loop of traced steps, the tensors that go from one task to another, by (from, to)."""
+    """Tensors sent between tasks in the loop of traced steps, by (from, to)."""
     parts = graph.as_graph_def()
     loops = {node.attr["body"].func.name for node in parts.node if "While" in node.op}
     bodies = [f for f in parts.library.function if f.signature.name in loops]

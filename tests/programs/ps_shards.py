@@ -141,7 +141,7 @@ class TiedSoftmax(keras.layers.Layer):
         return keras.ops.matmul(x, keras.ops.transpose(self.embedding.embeddings))
 
 
-# What cannot be done with a table, which has no rows in this process.
+# Operations that a table refuses, as it has no rows in this process.
 inputs = keras.Input((), dtype="int64")
 large = keras.layers.Embedding(2 * options.rows, options.width, name="large")
 model = keras.Model(inputs, large(inputs))

@@ -1,4 +1,4 @@
-"""Trains a divided table, goes on where the backup is, and compares with one process.
+"""Trains a divided table, resumes from the backup, and compares with one process.
 
 ps_shards_backup.py --backup=DIR --epochs=N [--export=DIR]
 
@@ -89,7 +89,7 @@ class AllRows(keras.layers.Layer):
 
 
 def refused(path):
-    """Why no model with a layer that reads all rows is exported with sharded tables."""
+    """Reason why a model with a layer that reads all rows is not exported with sharded tables."""
     tied = keras.Sequential([keras.Input((), dtype="int64"), model.layers[0], AllRows()])
     try:
         tfmw.export(tied, path, tables="sharded")

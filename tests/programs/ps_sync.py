@@ -39,7 +39,7 @@ if options.late_from:
 
 
 class Signs(keras.layers.Layer):
-    """Orders what workers compute, by files: what they read may be read long before."""
+    """Orders the workers' computation by files; their input may be read long before."""
 
     def call(self, inputs):
         sign = inputs[0, SIGN]

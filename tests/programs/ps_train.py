@@ -109,7 +109,7 @@ norm = model.layers[1]
 
 @tf.function(autograph=False)
 def bytes_on_worker():
-    """Of all variables that steps have made in the process that runs this."""
+    """Bytes of all variables that steps have made in the process that runs this."""
     count = tf.constant(0, tf.int64)
     for name, shape, dtype, _ in local_variables:
         size = tf.TensorShape(shape).num_elements() * dtype.size

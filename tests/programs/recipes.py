@@ -18,7 +18,7 @@ result: dict[str, Any] = {}
 
 
 def report(history: Any, cluster: Any) -> None:
-    """In place of the recipes' own, which prints."""
+    """Replaces the recipes' own report, which prints."""
     result[Path(common.FLAGS.export_dir).name] = history.history["val_accuracy"][-1]
 
 

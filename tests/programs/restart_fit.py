@@ -4,10 +4,10 @@ Each step prints "made step <n> <pid>", so that the parent can choose its moment
 carries the weights, bit for bit, and how often the model was trained on each example.
 
 `--die worker:point:count,...` has one entry for each attempt: that worker kills itself (SIGKILL)
-at the count-th step, backup (written, not yet in its place), batch of validation, end of an epoch,
-or export (as a backup). With `:term` it sends itself SIGTERM there, with `:hold` it waits there
-for `--hold` seconds. With `--hold_file` a worker waits at these points, and before it joins the
-cluster, while the file names it (see `_hold.py`).
+when it reaches the point the count-th time. A point is a step, a batch of validation, or the end of
+an epoch. It is also a backup or an export, written but not yet in its place. With `:term` it sends
+itself SIGTERM there, with `:hold` it waits there for `--hold` seconds. With `--hold_file` a worker
+waits at these points, and before it joins the cluster, while the file names it (see `_hold.py`).
 """
 
 import argparse
@@ -86,7 +86,7 @@ class Death:
 
 
 def before_each_replacement(at: Death | Hold) -> None:
-    """Before a directory gets its name: a backup's, or an export's."""
+    """Calls `at` before the directory of a backup or an export gets its name."""
     replace = directories.replace
 
     def watched(target: str, temporary: str) -> None:
@@ -97,7 +97,7 @@ def before_each_replacement(at: Death | Hold) -> None:
 
 
 def before_each_check(hold: Hold) -> None:
-    """Before a backup that is written asks whether it may still get its name."""
+    """Holds before a written backup checks whether it may still get its name."""
     check = fence.check
 
     def watched() -> None:
@@ -108,7 +108,7 @@ def before_each_check(hold: Hold) -> None:
 
 
 class Mortal(keras.callbacks.Callback):
-    """The same callback in every attempt and on every worker, whoever dies."""
+    """The same callback in every attempt and on every worker; a plan decides who dies."""
 
     def __init__(self, deaths: list[Death | Hold]):
         super().__init__()
@@ -128,7 +128,7 @@ class Mortal(keras.callbacks.Callback):
 
 
 def death_of(task: str, attempt: int, plan: str, hold_s: float) -> list[Death]:
-    """What `--die` has for this worker in this attempt."""
+    """Deaths that `--die` plans for this worker in this attempt."""
     deaths = plan.split(",") if plan else []
     if attempt >= len(deaths):
         return []
@@ -171,7 +171,7 @@ def main() -> None:
     one_hot: np.ndarray[Any, Any] = np.eye(EXAMPLES, dtype="float32")
     inputs = keras.Input((4 + EXAMPLES,))
     hidden = keras.layers.Dense(8, activation="tanh")(Count()(inputs))
-    if not options.sync:  # whose workers have ids of their own
+    if not options.sync:  # elastic workers have ids of their own
         table = tfmw.layers.HashTableEmbedding(
             8, capacity=32, min_count=2, max_age=20, name="table"
         )

@@ -66,7 +66,7 @@ def gate(name: str) -> None:
 
 
 def open_gate(name: str) -> None:
-    """Lets those that wait, or will wait, at the gate go on."""
+    """Opens a gate for all tasks that wait at it, or will wait."""
     path = RESULT / name
     with contextlib.suppress(FileExistsError):
         os.mkfifo(path)
@@ -87,7 +87,7 @@ def steps_until_lag() -> None:
 
 
 def long_call(seconds: str) -> None:
-    """Is silent for so long, in an export say, and then lets the task go that waits for it."""
+    """Blocks for so long, as an export may, then lets the waiting task continue."""
     with blocking_call("export"):
         threading.Event().wait(float(seconds))
     open_gate("over")

@@ -1,8 +1,8 @@
 """One run, killed where its flags say: resume_faults.py BACKUPS [PLACE@ATTEMPT:TASK...]
 
-Places: "step N" after that training step, "restore" when the state is being put back, "part N" when
-the task has written its part of its Nth backup, and the chief does not know. "leave N" asks to
-leave after that step instead. "apart": the task has another disk than the chief.
+Places: "step N" after that training step; "restore" when the state is being restored; "part N" when
+the task has written its part of its Nth backup, before the chief knows. "leave N" asks to leave
+after that step instead. "apart": the task has another disk than the chief.
 
 Workers shard the update of the weights: at each place each has its part of the optimizer's state.
 """
@@ -51,7 +51,7 @@ class Die(keras.callbacks.Callback):
 
 
 class DiesInPart(tensor_files.SharedWrite):
-    """Of the task that dies there, and not of the chief."""
+    """The write of the task that dies there, not of the chief."""
 
     count = 0
 
@@ -70,7 +70,7 @@ class DiesInPart(tensor_files.SharedWrite):
 
 
 mock.patch.object(tensor_files, "SharedWrite", DiesInPart).start()
-mock.patch.object(resume, "SharedWrite", DiesInPart).start()  # whose method is called
+mock.patch.object(resume, "SharedWrite", DiesInPart).start()  # a class whose method is called
 directory = sys.argv[1] + (".of-this-host" if "apart" in places else "")
 if "restore" in places:
     mock.patch.object(resume.Backups, "kept_by_replicas", side_effect=die).start()

@@ -1,11 +1,11 @@
-"""Many runs, each interrupted and gone on with, beside the same run undisturbed.
+"""Many runs, each interrupted and resumed, beside the same run undisturbed.
 
 resume_scenarios.py DIRECTORY [NAME...]
 
-An interruption is what SIGTERM brings: a backup after a step in the middle of an epoch, then
-`Preempted`, here caught; the second call has a model, data and callbacks of its own. The tasks of
-a cluster take part in each. Where there is one process, a run may be interrupted by an error too:
-then steps are lost and made again.
+An interruption has the effects of SIGTERM: a backup after a step in the middle of an epoch, then
+`Preempted`, here caught. The second call has a model, data and callbacks of its own. All tasks of a
+cluster run each scenario. In one process, an error may interrupt a run too: then steps are lost and
+made again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Scenario:
 
 
 class Lost(Exception):
-    """What ends a call in the middle, steps after its last backup."""
+    """Ends a call in the middle, steps after its last backup."""
 
 
 class Interrupt(keras.callbacks.Callback):
@@ -543,7 +543,7 @@ class Tally(keras.callbacks.Callback):
         self.begun = 0
 
     def on_train_begin(self, logs=None):
-        self.begun += 1  # once in each call: a run that goes on has begun once
+        self.begun += 1  # once in each call: a resumed run has begun once
 
     def on_epoch_begin(self, epoch, logs=None):
         self.model.optimizer.learning_rate = 0.9 * float(self.model.optimizer.learning_rate)

@@ -85,7 +85,7 @@ STEPS = 4
 
 
 def updated(name: str, fused: str, shard: bool) -> dict[str, Any]:
-    """What becomes of variables by a few updates, with gradients of each worker's own."""
+    """Variables after a few updates, with gradients of each worker's own."""
     os.environ[FUSED_UPDATE] = fused
     random = np.random.default_rng(0)
     weights = [
@@ -199,7 +199,7 @@ class Look(keras.callbacks.Callback):
 
 
 class Held(keras.callbacks.Callback):
-    """Which replica holds how much, and an exception after the second step of the first call."""
+    """Size of each replica's state; raises after the second step of the first call."""
 
     reads_optimizer = False
 
@@ -252,7 +252,7 @@ def digest(variables: Any) -> str:
 
 
 def trained(name: str, shard: bool) -> dict[str, Any]:
-    """What becomes of a model in two calls of fit; the second uses what the first has traced."""
+    """State of a model after two calls of fit; the second reuses the traces of the first."""
     os.environ[FUSED_UPDATE] = "auto"
     model = make_model(name)
     random = np.random.default_rng(0)

@@ -1,8 +1,9 @@
 """Slurm's commands without Slurm: `slurm_commands.py FOLDER sbatch --parsable job.sbatch`.
 
-What `tests.helpers.fake_slurm` puts on PATH. Nodes are names, tasks are processes of this machine,
-and a file in FOLDER has the queue. There is no daemon: whatever frees or gives back a node starts
-the jobs that wait. Options are those that tfmw and its tests use, as in sbatch(1) and so on.
+`tests.helpers.fake_slurm` puts this program on PATH. Nodes are names, tasks are processes of this
+machine, and a file in FOLDER has the queue. There is no daemon: a command that frees or returns a
+node starts the waiting jobs. Options are those that tfmw and its tests use, as in sbatch(1) and so
+on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train on TFDS data sets through `tfmw.data.tfds`, noting the examples: tfds_epochs.py FOLDER.
 
-FOLDER/many and FOLDER/one hold the data set "numbers", in several files and in one. Of the several
-files each task gets a copy without those that are not its own.
+FOLDER/many and FOLDER/one hold the data set "numbers", in several files and in one. Each task gets
+a copy of the several files without those of the other task.
 """
 
 import shutil

@@ -22,7 +22,7 @@ BATCH = 64
 
 
 class Seen(keras.metrics.Metric):
-    """How often each example was trained on: a count for each of them."""
+    """Number of times that each example was trained on, one count per example."""
 
     def __init__(self) -> None:
         super().__init__(name="seen")

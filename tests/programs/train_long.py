@@ -1,7 +1,7 @@
 """Trains for ever with backups: train_long.py BACKUPS CUT [eagerly].
 
-After epoch 3 the chief waits for the file CUT, and the others for the chief's word. Where there is
-a file `break` beside it, the others raise an error.
+After epoch 3 the chief waits for the file CUT, and the others for the chief's word. If there is a
+file `break` beside it, the others raise an error.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Train as a job of Slurm that is told to leave the first time: train_requeued.py FOLDER.
 
-After the second epoch of the first run the chief has Slurm send the signal that it sends before a
-time limit, and waits for it. It is the last to end: the other task's status has `srun` end it.
+After the second epoch of the first run the chief asks Slurm for the signal that precedes a time
+limit, and waits for it. The chief ends last: `srun` ends it because of the other task's status.
 """
 
 import atexit

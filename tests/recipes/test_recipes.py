@@ -154,7 +154,7 @@ def test_mnist_on_two_workers_on_mock_data(run_cluster, tmp_path):
 @pytest.mark.multiprocess
 @pytest.mark.thorough
 def test_images_text_and_features_on_two_workers(run_cluster, tmp_path, monkeypatch):
-    """They learn, and their exports take files' pixels, sentences and columns as they are."""
+    """The models learn, and their exports take files' pixels, sentences and columns as they are."""
     monkeypatch.chdir(tmp_path)  # digits become files there
     result = run_cluster("recipes.py", str(tmp_path), workers=2).chief
     assert result["images"] > 0.7, result
@@ -203,7 +203,7 @@ def test_cluster_from_flags():
 
 
 def test_address_of_the_coordinator_is_of_no_other_task():
-    """It starts beside worker 0; clusters of one host have different ones."""
+    """The coordinator starts beside worker 0; clusters of one host have different ones."""
     host, port = coordinator.address(["h0:2223"], ["h2:2221"]).split(":")
     assert host == "h0"
     workers, servers = ["h0:2223", f"h1:{port}"], [f"h2:{int(port) + 1}"]

@@ -92,7 +92,7 @@ def test_messages_of_any_length_both_ways() -> None:
         client.links.to_leader(backup)
         assert server.next() == ("from_member", "member", backup)
         server.links.to_member("member", End(0))
-        server.links.to_member("another", End(1))  # who is none
+        server.links.to_member("another", End(1))  # no such member exists
         assert client.next() == ("from_leader", End(0))
         client.links.to_leader(backup)
     assert server.next() == ("from_member", "member", backup)  # it has gone out before the end

@@ -1,4 +1,4 @@
-"""How an attempt on several machines ends, from what they report."""
+"""End of an attempt on several machines, from their reports."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_lost_machine_is_a_failure_from_outside_once() -> None:
 
 
 def test_tasks_that_end_without_a_reason_have_failed() -> None:
-    """As those of a machine where somebody ends them; not once the leader ends all."""
+    """A task may end like one that somebody kills on its machine; not once the leader ends all."""
     attempt = attempt_of()
     attempt.ended(0, EndReport(step=2), 101.0)
     attempt.ended(1, EndReport(step=2), 101.5)

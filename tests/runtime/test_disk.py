@@ -86,7 +86,7 @@ def test_without_flock_a_lease_admits_one_at_a_time(tmp_path, without_flock, mon
 def test_a_lease_that_nobody_renews_is_taken_and_its_holder_notices(
     tmp_path, without_flock, monkeypatch
 ):
-    """Its holder was stopped, and goes on later."""
+    """The holder was stopped, and continues later."""
     path = str(tmp_path / "LOCK")
     monkeypatch.setattr(disk, "_BEAT_S", 3600)
     monkeypatch.setattr(disk, "LEASE_S", 0.0)

@@ -230,7 +230,7 @@ def test_a_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestAClockThatJumps:
-    """An hour on or back while the run goes on: NTP, or a suspended virtual machine."""
+    """The clock jumps by an hour during the run: NTP, or a suspended virtual machine."""
 
     @pytest.fixture(params=[3600.0, -3600.0])
     def jump(self, request, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a task reports, and what its launcher reads of it."""
+"""Progress that a task reports and its launcher reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections to a machine that is gone are ended, whoever made them, and no others."""
+"""Connections to a lost machine are ended, of any library, and no others."""
 
 from __future__ import annotations
 

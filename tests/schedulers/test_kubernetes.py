@@ -1,9 +1,9 @@
 """The manifests of recipes/schedulers: valid by Kubernetes' and Kubeflow's own schemas, and the
 environment that they make is one from which tfmw finds the right cluster.
 
-Kubernetes' schemas come with `kubernetes-validate` (the JSON schemas of its API, with unknown
-fields refused), the TFJob's with `kubeflow-training` (the classes made from the operator's API).
-No Kubernetes runs here: what its controllers set is written down below, with where it is from.
+Kubernetes' schemas come with `kubernetes-validate`: the JSON schemas of its API, with unknown
+fields refused. The TFJob's come with `kubeflow-training`: the classes made from the operator's API.
+No Kubernetes runs here: the functions below set the controllers' variables, each with its source.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_wrong_manifest_is_detected(path: tuple[Any, ...], value: Any) -> None:
 
 
 def environments(job: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """What each pod of an indexed Job finds in its environment.
+    """Environment of each pod of an indexed Job.
 
     (kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode: the index, and the host
     name <job>-<index>.)
@@ -123,7 +123,7 @@ def test_pods_of_the_job_resolve_each_other() -> None:
 
 
 def test_the_job_with_parameter_servers() -> None:
-    """As the manifest's comment says: servers and the coordinator come on top."""
+    """The manifest's comment is right: servers and the coordinator come on top."""
     job = manifests("kubernetes.yaml")["Job"]
     job["spec"]["completions"] = 4 + 2 + 1
     job["spec"]["template"]["spec"]["containers"][0]["env"] += [
@@ -197,7 +197,7 @@ def test_a_wrong_field_of_the_tfjob_is_found(where: tuple[str, ...], key: str) -
 
 
 def tf_config(job: dict[str, Any], kind: str, index: int) -> dict[str, str]:
-    """What the operator tells a pod (kubeflow/training-operator v1, genTFConfigJSONStr).
+    """TF_CONFIG that the operator gives a pod (kubeflow/training-operator v1, genTFConfigJSONStr).
 
     <job>-<type>-<index>.<namespace>.svc, port 2222 by default; evaluators are not in the list.
     """
@@ -251,7 +251,7 @@ def unknown_fields(given: Any, known: Any, path: str = "") -> list[str]:
 
 @pytest.mark.long
 def test_the_trainjob_is_valid() -> None:
-    """By the classes that Kubeflow publishes, whose parsing drops unknown fields."""
+    """The classes that Kubeflow publishes validate it; their parsing drops unknown fields."""
     from kubeflow_trainer_api import models
 
     found = manifests("trainjob.yaml")

@@ -65,7 +65,8 @@ def test_a_check_that_fails_ends_the_job(slurm: OneMachine, tmp_path: Path) -> N
 @pytest.mark.thorough
 def test_preempted_job_is_requeued(slurm: OneMachine, tmp_path: Path) -> None:
     """The script checks the cluster and trains; the signal that Slurm sends before the time limit
-    has both tasks back up, and the job is queued again and goes on."""
+    makes both tasks write a backup, and the job is queued again and resumes.
+    """
     log = tmp_path / "log"
     program = [str(PROGRAMS / "train_requeued.py"), str(tmp_path)]
     options = f"--backup-dir={tmp_path}/backups"

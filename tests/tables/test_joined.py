@@ -153,7 +153,7 @@ def test_slots_have_the_places_of_their_rows(create):
 
 
 def test_tables_whose_slots_are_elsewhere_are_not_updated_as_one(create):
-    """As after one of two models that share a table was compiled again."""
+    """One of two models that share a table may have been compiled again."""
     (one, first), (other, second) = made(create, 4), made(create, 4)
     before = made(create, 4, slot_of=one)[1]
     slots = [made(create, 4, slot_of=one)[1]], [made(create, 4, slot_of=other)[1]]

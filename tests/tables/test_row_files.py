@@ -18,7 +18,7 @@ from tfmw.tables.shards import VariableShard
 
 
 def table_of(values: tf.Tensor, bounds: list[int]) -> Any:
-    """As `tables.Table`, of shards between these rows, all on one server."""
+    """A substitute for `tables.Table`, of shards between these rows, all on one server."""
     shards = [
         VariableShard(tf.Variable(values[a:b]), 0, a, b) for a, b in itertools.pairwise(bounds)
     ]
@@ -77,7 +77,7 @@ def test_two_tables_have_files_of_their_own(tmp_path):
 
 
 def test_description_finds_rows_without_tfmw(written):
-    """What docs/howto/export.md says of the files, by plain TensorFlow."""
+    """The description in docs/howto/export.md, followed with plain TensorFlow."""
     files, folder, values = written
     described = json.loads(json.dumps(files.as_json()))["table"]
     assert (described["shape"], described["dtype"]) == ([5000, 16], "float32")

@@ -66,7 +66,7 @@ def fetched() -> Path:
 
 
 def run(checkout: Path, where: str, files: list[str], only: list[str] | None = None) -> Outcomes:
-    """What becomes of the tests of these files, on "devices", "processes", or by stock "keras"."""
+    """Outcomes of the tests of these files, on "devices", "processes", or by stock "keras"."""
     BUILD.mkdir(parents=True, exist_ok=True)
     outcomes, log, tests = (BUILD / f"{where}.{kind}" for kind in ("json", "log", "tests"))
     outcomes.unlink(missing_ok=True)

@@ -4,8 +4,8 @@
     from tf_keras.layers.rnn import lstm       # lstm.LSTM is keras.layers.LSTM
     from tf_keras.distribute import strategy_combinations      # a file of the checkout
 
-A module is any name below `tf_keras`, and has what Keras 3 has under that name anywhere. What only
-tests use, and what has another name in Keras 3, is in `_OTHERS`.
+A module is any name below `tf_keras`, and has the objects that Keras 3 has under that name in any
+module. `_OTHERS` has the names that only tests use, and those that Keras 3 has renamed.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_what_the_backward_pass_hides_is_not_a_part_of_a_step():
     slow = hidden.on(2, bandwidth=10**8)  # 100 ms, and two messages
     assert slow.communication == pytest.approx(0.102 - 0.010)
     assert slow.hidden == pytest.approx(0.010)
-    # Where that is less than what remains after the backward pass, this remains.
+    # If that is less than the rest after the backward pass, the rest counts.
     fast = hidden.on(2, latency=0.0)
     assert fast.communication == pytest.approx(0.014 * 12 / 16)
     assert "4.00 ms of 16.00 ms that gradients travel are hidden" in report(hidden)

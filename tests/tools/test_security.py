@@ -50,11 +50,11 @@ def test_the_report_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     report = reports.environment({**SECRETS, "TFMW_PORT": "2222"})
     assert "hush" not in report
     assert "$TFMW_PORT: 2222" in report
-    assert "-v" in report  # what is no secret stays
+    assert "-v" in report  # other words stay
 
 
 def test_the_logs_of_a_run_have_no_secret(tmp_path: Path) -> None:
-    """Neither what the launcher prints and keeps, nor its report of a task that fails."""
+    """The launcher's output and files, and its report of a failed task, have no secret."""
     (tmp_path / "fails.py").write_text("raise SystemExit('as it should')\n")
     environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     environ |= {k: v for k, v in SECRETS.items() if k != "TF_CONFIG"}

@@ -1,4 +1,4 @@
-"""Which callbacks log to a tracker; none of these trackers is imported."""
+"""Rule for callbacks that log to a tracker; none of these trackers is imported."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class OfPackage(keras.callbacks.Callback):
 
 
 class OwnClient:
-    """Of no known library; it is a client by what it does."""
+    """A client of no known library, recognized by its methods."""
 
     def log_metric(self, name: str, value: float) -> None: ...
 
 
 class SummaryWriter:
-    """As TensorFlow, tensorboardX and PyTorch call theirs."""
+    """A class named as in TensorFlow, tensorboardX and PyTorch."""
 
 
 class OwnBoard(SummaryWriter):
@@ -74,7 +74,7 @@ class OwnBoard(SummaryWriter):
 
 
 class LogsItself(keras.callbacks.Callback):
-    """Has such a method, and holds no client."""
+    """A callback that has such a method, and holds no client."""
 
     def log_metric(self, name: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What Keras's own tests found: fit, predict and callbacks do what they do in Keras."""
+"""Regressions from Keras's own tests: fit, predict and callbacks behave as in Keras."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_keras_backup_and_restore_sets_the_initial_epoch(tmp_path: Path) -> None
 
 
 class Sequence(keras.utils.PyDataset):
-    """Says how long it is by `num_batches` alone."""
+    """A dataset that gives its length by `num_batches` alone."""
 
     num_batches = 5
 

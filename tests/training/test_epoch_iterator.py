@@ -1,4 +1,4 @@
-"""Positions in the data: what was read before one and after it, on any number of replicas."""
+"""Positions in the data: the batches before one and after it, on any number of replicas."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_whole_batches_go_on_with_other_replicas(steps: int, later: int) -> None
 
 @pytest.mark.parametrize("old", [False, True])
 def test_a_position_has_the_orders_before_it(old: bool) -> None:
-    """Of this call and of earlier ones; a backup of an earlier version counts those of its call."""
+    """The position has those of this call and earlier ones; an old backup counts its own call's."""
     first = shuffled()
     if not old:
         next(iter(first))
@@ -174,13 +174,13 @@ class Counts(keras.Model):
         self.steps = self.add_weight(initializer="zeros", trainable=False)
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        # Of the data: at their end Keras runs once more all that does not depend on them.
+        # An assignment that depends on the data: at their end Keras runs all other ones once more.
         self.steps.assign_add(tf.reduce_mean(data))
         return {"loss": self.steps.value}
 
 
 def steps_of_keras(steps: int | None, per_execution: int, epochs: int) -> list[int]:
-    """How many steps of each epoch Keras's `fit` makes."""
+    """Steps of each epoch of Keras's `fit`."""
     model = Counts()
     model.compile(steps_per_execution=per_execution)
     done = [0]
@@ -258,7 +258,7 @@ def passes_of_keras(dataset: tf.data.Dataset, epochs: int) -> list[list[list[int
 @pytest.mark.parametrize("make", [halves, joined])
 @pytest.mark.parametrize("replicas", cases([2], [1]))
 def test_a_cache_keeps_the_order_that_filled_it(make: Any, replicas: int) -> None:
-    """Over calls that read one shuffle in turns."""
+    """Several calls read one shuffle in turns."""
     (train, other), (train_of_keras, other_of_keras) = make(), make()
     sharding = data.Sharding(local_replicas=replicas)
     for _ in range(2):
@@ -303,7 +303,7 @@ class Alike(Group):
 
 
 def of_workers(make: Any, epochs: int) -> list[list[list[int]]]:
-    """As `passes`, of two workers."""
+    """Passes of two workers; see `passes`."""
     workers = [iterator(make(), data.Sharding(2, rank), group=Alike(rank, 2)) for rank in range(2)]
     found = []
     for _ in range(epochs):

@@ -37,7 +37,7 @@ def slow_generator() -> Any:
 
 
 def slow_in_threads(x: tf.Tensor) -> tf.Tensor:
-    """Has no side effect: tf.data runs it in threads even where operations are deterministic."""
+    """A map without side effects, which tf.data runs in threads even if ops are deterministic."""
     large = tf.fill([900, 900], tf.cast(x, tf.float32))
     return tf.reduce_sum(large @ large)
 

@@ -56,7 +56,7 @@ def others_of(noted: list[Any]) -> Any:
 
 @pytest.mark.parametrize("is_chief", [True, False])
 def test_wrappers_run_on_the_chief_alone(monkeypatch: pytest.MonkeyPatch, is_chief: bool) -> None:
-    """What a wrapper calls there waits for nobody, as MLflow's prediction of an example."""
+    """A wrapper's call there waits for no other worker, as MLflow's prediction of an example."""
     model = named()
     own = keras.Model.fit
 

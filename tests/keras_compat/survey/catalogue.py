@@ -36,15 +36,15 @@ from tests.matrix.row import Case
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """What is tried.
+    """An item that is tried.
 
     Attributes:
         kind: "losses", "metrics", "optimizers" or "layers".
-        name: of the class, with what is special about this use of it.
+        name: name of the class, and of this use of it.
         build: makes a case in a context.
         tol: greatest difference that rounding explains.
         together: items of the same value may be tried in one model; None for each by itself.
-        branch: what this item adds to such a model.
+        branch: the branch of such a model for this item.
         draws: whether it draws random numbers, so that replicas differ.
     """
 
@@ -117,7 +117,7 @@ _LOSS_DATA = {
 }
 
 
-# Of one label for each example.
+# Losses with one label for each example.
 _OF_EXAMPLES = ("CTC", "Circle", "CategoricalGeneralizedCrossEntropy", "Dice", "Tversky")
 
 
@@ -206,7 +206,7 @@ def _endpoint(name: str) -> Callable[[Context], Case]:
 # ---------------------------------------------------------------- metrics
 
 _BINARY = ("AUC", "Precision", "Recall", "False", "True", "PrecisionAt", "RecallAt", "Sensitivity")
-# Of [n, classes] only; others count the steps of sequences, too.
+# Metrics of [n, classes] only; others count the steps of sequences, too.
 _METRICS_OF_EXAMPLES = ("F1Score", "FBetaScore", "R2Score", "OneHotIoU", "OneHotMeanIoU")
 
 _METRIC_ARGUMENTS: dict[str, dict[str, Any]] = {

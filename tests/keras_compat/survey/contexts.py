@@ -1,4 +1,4 @@
-"""What surrounds an item: drawn by Hypothesis, so that no combination is chosen by hand."""
+"""Contexts of an item, drawn by Hypothesis, so that no combination is chosen by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Context:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what there is one label for: [examples], or [examples, STEPS]."""
+        """Shape of the labels: [examples], or [examples, STEPS]."""
         return (self.examples, STEPS) if self.masked else (self.examples,)
 
     def random(self) -> np.random.Generator:

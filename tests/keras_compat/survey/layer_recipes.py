@@ -1,4 +1,4 @@
-"""How each layer is made, and the shape of an example that it takes."""
+"""Constructors of each layer, and the shape of an example that it takes."""
 
 from __future__ import annotations
 
@@ -211,6 +211,6 @@ for _name in (
 ):
     _arguments = _AUGMENTATIONS.get(_name, {})
     if "value_range" in inspect.signature(getattr(layers, _name)).parameters:
-        # What is made for values up to 255 would make the small values of these images huge.
+        # Values up to 255 would make the small values of these images huge.
         _arguments = {"value_range": (0, 1), **_arguments}
     RECIPES.setdefault(_name, {"": (_IMAGE, _arguments)})

@@ -37,7 +37,7 @@ def records(outcomes: list[Outcome]) -> dict[str, Record]:
 
 
 def table(found: dict[str, Record]) -> str:
-    """Markdown: what is equal, by kind; then each item that is not, and why."""
+    """Markdown: equal items by kind; then each other item, and why it differs."""
     lines = [
         f"{len(found)} items, TensorFlow {tf.__version__}, Keras {keras.__version__}.",
         "",

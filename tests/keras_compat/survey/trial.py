@@ -26,15 +26,16 @@ DOCUMENTED = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a trial found.
+    """Result of a trial.
 
     Attributes:
-        item: that was tried.
-        context: in which.
+        item: the item that was tried.
+        context: the context of the trial.
         verdict: "equal", "documented", "warned", "refused", "error", "not trained by Keras" or
             "SILENT".
         difference: the greatest, relative to the largest value of each array.
-        why: the warning, the error or the documented reason; else where it differs most.
+        why: the warning, the error or the documented reason; otherwise the place of the greatest
+        difference.
     """
 
     item: Item

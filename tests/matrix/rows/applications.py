@@ -1,8 +1,9 @@
 """Models from keras.applications, untrained, on small images, with synchronized statistics.
 
-As they come, each replica normalizes by its own part of the batch: see the row BatchNormalization.
-In float64: dozens of normalizations over 8 examples of one pixel each make of a difference of 1e-7,
-which any other order of summation brings, one of 1e-1 within two steps.
+By default, each replica would normalize by its own shard of the batch: see the row
+BatchNormalization. The rows use float64, because another order of summation causes differences of
+1e-7. Dozens of normalizations over 8 examples of one pixel each raise them to 1e-1 within two
+steps.
 """
 
 from __future__ import annotations

@@ -47,6 +47,6 @@ def compiled(model: keras.Model, optimizer: Any = "adam", **options: Any) -> ker
 
 
 def adam(rate: float = 0.01, **options: Any) -> keras.optimizers.Optimizer:
-    # A large epsilon: with Keras's 1e-7, Adam's first step on a gradient that is all rounding
-    # error is as large as on any other, and no two orders of summation would agree.
+    # The epsilon is large. With Keras's 1e-7, Adam's first step on a gradient of mere rounding
+    # errors is as large as on any other. Two orders of summation would never agree then.
     return keras.optimizers.Adam(rate, epsilon=1e-3, **options)

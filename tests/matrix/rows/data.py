@@ -1,4 +1,4 @@
-"""What data may come as, and how it may fail to divide."""
+"""Kinds of data, and the ways in which they may fail to divide."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def shuffled() -> Case:
 
 
 def _counted(data: tf.data.Dataset) -> dict[str, Any]:
-    # Where the length is unknown, Keras's fit counts an optimizer step more at the end of an epoch
-    # (the step that finds no data still adds to `iterations`), so Keras is told the length.
+    # If the length is unknown, Keras's fit counts an optimizer step more at the end of an epoch.
+    # The step that finds no data still adds to `iterations`, so Keras is told the length.
     steps = sum(1 for _ in data)
     return {"x": data.apply(tf.data.experimental.assert_cardinality(steps))}
 

@@ -1,6 +1,6 @@
-"""What Keras has become: adapters, quantization, distillation, rematerialization.
+"""Newer features of Keras: adapters, quantization, distillation, rematerialization.
 
-And where users put variables and optimizers: in layers, in plain objects, outside of Keras.
+Variables and optimizers in layers, in plain objects, and outside of Keras are tested, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def unseeded() -> Case:
 
 
 class Local(layers.Dense):
-    """Is trained by an optimizer of its own."""
+    """A layer with an optimizer of its own."""
 
     def __init__(self, units: int):
         super().__init__(units, activation="tanh")
@@ -52,7 +52,7 @@ class Held:
 
 
 class Layerwise(keras.Model):
-    """As in keras.io's forward-forward algorithm: each layer is trained alone."""
+    """A model that trains each layer alone, as keras.io's forward-forward algorithm does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -350,7 +350,7 @@ def vae_step() -> Case:
 
 
 class Siamese(keras.Model):
-    """As in Keras's example: called on all three elements of a batch, and built by the first."""
+    """A model as in Keras's example: called on all elements of a batch, and built by the first."""
 
     def __init__(self) -> None:
         super().__init__()
