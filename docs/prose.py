@@ -55,7 +55,7 @@ BANNED_IN_SOURCE = {
 }
 """The same for docstrings and comments, which are checked by these rules, too."""
 
-PLAIN = ("bench", "recipes", "tests")
+PLAIN = ("bench", "recipes", "tests", "tfmw/tables")
 """Folders and files whose docstrings and comments are all checked; other files follow."""
 
 # Pages that a program writes, and those of the past.

@@ -17,14 +17,14 @@ from tfmw.tables.table import Table, store_rows, table_of
 
 logger = logging.getLogger("tfmw")
 
-_INITIAL_BYTES = 16 << 20  # made at once: a draw takes three times its size on the server
+_INITIAL_BYTES = 16 << 20  # allocated at once: a draw takes three times its size on the server
 _TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 Partition = Callable[[Sequence[int], tf.DType], int]
 
 
 def create_on_servers(partition: Partition, servers: int, max_whole_bytes: int) -> None:
-    """From now on Keras variables of this process that `partition` divides are tables.
+    """Makes tables of the later Keras variables of this process that `partition` divides.
 
     An optimizer's slots are divided as the variable is, and share its servers.
 
@@ -106,10 +106,10 @@ class _Creation:
         stop: int,
         other: VariableShard | None,
     ) -> VariableShard:
-        """Makes some rows, on their server.
+        """Creates some rows on their server.
 
         Args:
-            other: has the rows that change together with these, if any.
+            other: the shard whose rows change together with these, if any.
         """
         shape = [stop - start, *new.shape[1:]]
         self._load[where] += shape[0] * new.row_bytes
@@ -125,7 +125,7 @@ class _Creation:
     def _joined_rows(
         self, new: NewVariable, where: int, shape: list[int], other: VariableShard | None
     ) -> tuple[JoinedRows, Any] | None:
-        """(rows, their marks) beside those of other small tables; None if they are not such."""
+        """(rows, their marks) beside those of other small tables; None if the table has its own."""
         if new.slot_of is not None:
             if other is None or not isinstance(other.variable, JoinedRows):
                 return None
@@ -154,7 +154,7 @@ def _rows_alone(
 
 
 def _following(partitioning: Partitioning) -> list[tuple[int, int, int]]:
-    """(server, start, stop) of each shard of a variable that is divided as another one."""
+    """(server, start, stop) of each shard of a variable that is divided like another one."""
     leader = partitioning.follows
     table, other = table_of(leader), table_variables.partitioning_of(leader)
     if table is None or other is None:

@@ -1,8 +1,9 @@
 """Tables in TensorFlow's checkpoints: each server writes and reads its own rows.
 
 A checkpoint may have a tensor in slices. Each server writes slices of at most `SLICE_BYTES`, a few
-of them in a file, so a server needs memory for one file beside its rows. All servers write and read
-at the same time, and no row goes through the coordinator. `MergeV2Checkpoints` joins the parts.
+of them in a file. So it needs memory for one file in addition to its rows. All servers write and
+read at the same time, and no row goes through the coordinator. `MergeV2Checkpoints` joins the
+parts.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ FILE_BYTES = 128 << 20
 _CHANGED = ".tfmw_changed"
 
 Layout = dict[str, list[list[int]]]
-"""By name of a table, the [start, stop) of its rows in each slice of a checkpoint."""
+"""Name of a table -> the [start, stop) of its rows in each slice of a checkpoint."""
 
 TensorSlice = tuple[str, str, tf.Tensor]
-"""(name of a tensor in a checkpoint, which of it as `slice_spec` says, the values there)."""
+"""(name of a tensor in a checkpoint, its slice in the format of `slice_spec`, the values there)."""
 
 ExportedTables = tuple[Any, Callable[[str], None]]
 """(the asset that the archive of a SavedModel needs, or None; a function of the SavedModel's
@@ -41,7 +42,7 @@ class NotFinite(TfmwError):
     """A table has a NaN or an infinity.
 
     Attributes:
-        name: of the table.
+        name: name of the table.
     """
 
     def __init__(self, name: str):
@@ -53,7 +54,7 @@ class TableFiles:
     """Writes tables into checkpoints, and reads them from checkpoints.
 
     Args:
-        tables: by their names in a checkpoint.
+        tables: the tables by their names in a checkpoint.
     """
 
     def __init__(self, tables: Mapping[str, Table]):
@@ -79,7 +80,7 @@ class TableFiles:
     def write(
         self, directory: str, must_be_finite: Collection[str] = (), only_changed: bool = False
     ) -> list[str]:
-        """Writes the rows of all tables, each server its own; returns the parts' prefixes.
+        """Writes the rows of all tables, each server its own; returns the prefixes of the shards.
 
         Args:
             directory: exists, and is the same on all servers and here.
@@ -108,13 +109,13 @@ class TableFiles:
         return prefixes
 
     def clear_marks(self) -> None:
-        """From now on only rows that change after this call are changed ones."""
+        """Resets the marks: only rows that change after this call count as changed."""
         for changed, where in self._marks():
             with tf.device(server(where)):
                 changed.assign(tf.zeros(changed.shape, tf.bool))
 
     def share_changed(self) -> float:
-        """The share of all tables' bytes that a `write` of changed rows would write."""
+        """Fraction of all tables' bytes that a `write` of changed rows would write."""
         counts = {}
         for changed, where in self._marks():
             with tf.device(server(where)):
@@ -133,15 +134,16 @@ class TableFiles:
         """Restores all tables from a checkpoint, each server its own rows, slice after slice.
 
         Args:
-            prefix: of the checkpoint.
+            prefix: prefix of the checkpoint.
             layout: the slices in it; tables that are not in it are left as they are.
-            only_changed: the checkpoint has rows that changed after another one, which was read.
+            only_changed: the checkpoint has the rows that changed after another one, which was read
+            before.
         """
         restore = _restore_changed if only_changed else _restore
         wanted: dict[int, list[Callable[[tf.Tensor], tf.Tensor]]] = {}
         for name, table in self.tables.items():
             for shard in table.shards:
-                # Reading a part of a slice reads all of it: each slice is read once by a shard.
+                # Reading a part of a slice reads all of it, so each slice is read once per shard.
                 for a, b in layout.get(name, ()):
                     start, stop = max(a, shard.start), min(b, shard.stop)
                     if start < stop:
@@ -154,10 +156,10 @@ class TableFiles:
     def _writer(
         self, where: int, rows_of: Callable[[Slice], list[TensorSlice]]
     ) -> Callable[[str], tf.Tensor]:
-        """A function of the directory that writes the files of one server: which slices are finite.
+        """A function that writes one server's files to a directory: which slices are finite.
 
         Args:
-            rows_of: what is written of each slice, rows last.
+            rows_of: slice -> the tensors to write, rows last.
         """
 
         def write(number: int, directory: tf.Tensor) -> tf.Tensor:
@@ -166,17 +168,17 @@ class TableFiles:
             prefix = tf.strings.join([directory, "/", _part_name(where, number)])
             return _after(save_tensors(prefix, {}, list(itertools.chain(*found))), finite)
 
-        parts = range(len(self._parts[where]))  # one file after the other is in memory
+        parts = range(len(self._parts[where]))  # only one file at a time is in memory
         return _in_turn(where, [functools.partial(write, number) for number in parts])
 
 
 def _in_turn(
     where: int, calls: Sequence[Callable[[tf.Tensor], tf.Tensor]]
 ) -> Callable[[str], tf.Tensor]:
-    """A function of a path whose ops run on one server, those of a call after those before.
+    """A function of a path whose ops run on one server, each call's after those of earlier calls.
 
     Args:
-        calls: each returns bool [n], of which the function returns all.
+        calls: each returns bool [n]; the function concatenates them.
     """
 
     def run(path: tf.Tensor) -> tf.Tensor:
@@ -207,12 +209,12 @@ def save_tensors(
     """Saves tensors, and slices of other ones, in a TensorFlow checkpoint.
 
     Args:
-        prefix: of the checkpoint.
-        tensors: by name.
-        slices: of the others.
+        prefix: prefix of the checkpoint.
+        tensors: whole tensors by name.
+        slices: slices of other tensors.
 
     Returns:
-        The operation, in a graph.
+        The operation, if it is called in a graph.
     """
     whole = [(name, "", tf.convert_to_tensor(tensors[name])) for name in sorted(tensors)]
     names, specs, values = zip(*whole, *slices, strict=True)
@@ -227,15 +229,15 @@ def write_checkpoint(
     write: Callable[[str], list[str]],
     tensors: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes one checkpoint: what servers write of tables, and other tensors.
+    """Writes one checkpoint of the rows that servers write and of other tensors.
 
     Args:
-        prefix: of the checkpoint; its directory exists, and is the same on all servers.
-        write: writes tables to a directory, as `TableFiles.write`.
-        tensors: the others, by name, which this process writes.
+        prefix: prefix of the checkpoint; its directory exists, and is the same on all servers.
+        write: a function that writes tables to a directory, as `TableFiles.write` does.
+        tensors: the tensors that this process writes, by name.
 
     Raises:
-        NotFinite, tf.errors.OpError, OSError: as `write`.
+        NotFinite, tf.errors.OpError, OSError: `write` raised it.
     """
     parts = f"{prefix}.parts"
     tf.io.gfile.makedirs(parts)
@@ -252,10 +254,10 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def whole_tables(variables: Iterable[object]) -> Iterator[ExportedTables]:
-    """Within this context Keras variables that are tables hold variables without values.
+    """Replaces the values of tables by marks while a SavedModel is written in this context.
 
-    The checkpoint of a SavedModel that is written meanwhile has a mark in place of each, which is
-    then replaced by the rows.
+    The checkpoint of the SavedModel has a mark in place of each table. The rows replace it
+    afterwards.
     """
     found: dict[bytes, Table] = {}
     pairs = []
@@ -295,14 +297,14 @@ def verify(
     servers: int,
     only_changed: bool = False,
 ) -> None:
-    """Reads all slices of tables and drops them: their checksums are compared.
+    """Reads all slices of tables and drops them, which verifies their checksums.
 
     Args:
-        prefix: of a checkpoint.
+        prefix: prefix of a checkpoint.
         layout: the slices of tables in it.
-        shapes, types: of all its tensors.
+        shapes, types: shapes and types of all its tensors.
         servers: number of parameter servers, which share the work; 0 to read them here.
-        only_changed: as of `TableFiles.write`, which wrote it.
+        only_changed: the argument of `TableFiles.write`, which wrote it.
 
     Raises:
         tf.errors.OpError, ValueError: a checksum does not match, or rows are missing.
@@ -360,7 +362,7 @@ def _restore(one: Slice, begin: int, prefix: tf.Tensor) -> tf.Tensor:
 
 
 def _restore_changed(one: Slice, begin: int, prefix: tf.Tensor) -> tf.Tensor:
-    """As `_restore`, of the rows in a shard that have changed."""
+    """Reads the changed rows of one slice, which begins at row `begin`, on their server."""
     name, shard = changed_name(one.name, begin), one.shard
     ids, rows = tf.raw_ops.RestoreV2(
         prefix=prefix,
@@ -374,12 +376,12 @@ def _restore_changed(one: Slice, begin: int, prefix: tf.Tensor) -> tf.Tensor:
 
 
 def changed_name(name: str, start: int) -> str:
-    """In a checkpoint: rows [n, ...] of a table that have changed, of the slice from `start` on."""
+    """Name of a table's changed rows [n, ...] in a checkpoint, for the slice from `start` on."""
     return f"{name}{_CHANGED}/{start:015d}"
 
 
 def ids_of(name: str) -> str:
-    """In a checkpoint: the indices, int64 [n] in the whole table, of the rows `changed_name`."""
+    """Name of the indices, int64 [n] in the whole table, of the rows `changed_name`."""
     return f"{name}/ids"
 
 
@@ -389,7 +391,7 @@ def is_changed_rows(name: str) -> bool:
 
 
 def _are_finite(values: tf.Tensor) -> tf.Tensor:
-    """Bool []; integers are."""
+    """Bool []: whether all values are finite; integers always are."""
     if values.dtype.is_integer:
         return tf.constant(True)
     return tf.reduce_all(tf.math.is_finite(values))
@@ -431,9 +433,10 @@ def _part_name(where: int, number: int) -> str:
 
 
 def slice_spec(shape: Any, start: int, stop: int) -> str:
-    """The rows [start, stop) of a tensor, as tensorflow/core/framework/tensor_slice.h has it.
+    """The rows [start, stop) of a tensor, in the format of TensorFlow's tensor_slice.h.
 
-    Such as "1000 64 250,250:-": the whole shape, then first row and number of rows, all columns.
+    An example is "1000 64 250,250:-": the whole shape, then first row and number of rows, all
+    columns.
     """
     columns = ":-" * (len(shape) - 1)
     return f"{' '.join(map(str, shape))} {start},{stop - start}{columns}"

@@ -1,21 +1,20 @@
-"""Which id of a `HashTableEmbedding` has which row: hash tables of bounded size in variables.
+"""Rows of ids for `HashTableEmbedding`: hash tables of bounded size in variables.
 
     places = table.find(ids, oldest)         # -1 for ids that are not in it
-    places = table.claim(new_ids, now)       # of the ids that were used longest ago, or never
-    table.put(places, new_ids, now)
+    places = table.claim(new_ids, now) # free ones, or those used longest ago table.put(places,
+    new_ids, now)
 
-    part = Part(layer)                       # all buckets of a layer, or successive ones
-    part.step(ids, counts, is_step)          # ids may get rows
-    rows = part.rows(ids)
+    part = Part(layer) # all buckets of a layer, or a range of them part.step(ids, counts, is_step)
+    # ids may get rows rows = part.rows(ids)
 
 Places are divided into buckets, as in a set-associative cache, and an id may be in any place of its
 bucket. So a lookup compares an id with those of one bucket, whole batches at a time, and nothing is
-ever moved. With one bucket the table is exactly a cache of the ids used last.
+ever moved. With one bucket the table is exactly an LRU cache.
 
-Whatever happens to an id happens in its bucket: the ids that wait for a row of a bucket are counted
-beside it. So each of several parameter servers can have some of the buckets, and together they do
-what one process does. A server's part reads and changes the same Keras variables, which then hold
-the server's rows (`models.substituted`).
+All state of an id is in its bucket; the counts of ids that wait for a row of a bucket are stored
+beside it. So each of several parameter servers can have some of the buckets, and the result is that
+of one process. A server's part reads and changes the same Keras variables, which then hold the
+server's rows (`models.substituted`).
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from tfmw.compat import models, row_updates
 from tfmw.tables import hashing
 
 WAYS = 16
-"""Places of a bucket."""
+"""Number of places of a bucket."""
 
 
 class HashTable:
-    """Ids, and the step in which each was last used.
+    """A table of ids with the step in which each was last used.
 
-    Ids given to one call are each given once.
+    The ids given to one call are distinct.
 
     Args:
         ids: Keras variable, int64 [places].
@@ -52,7 +51,7 @@ class HashTable:
         self._ways = ways_of(int(ids.shape[0]))
 
     def find(self, ids: tf.Tensor, oldest: tf.Tensor) -> tf.Tensor:
-        """Finds ids that were used in step `oldest` or later; here ids may be repeated.
+        """Finds ids that were used in step `oldest` or later; `ids` may have repetitions.
 
         Args:
             ids: int64 [n].
@@ -67,15 +66,15 @@ class HashTable:
         return tf.reduce_max(tf.where(matches & valid, places, tf.constant(-1, tf.int64)), axis=1)
 
     def claim(self, ids: tf.Tensor, now: tf.Tensor, kept_steps: int = 0) -> tf.Tensor:
-        """Chooses places for ids that are not in the table: those used longest ago.
+        """Chooses places for ids that are not in the table: free ones, or those used longest ago.
 
         Args:
-            ids: int64 [n]; the first ones choose first.
+            ids: int64 [n]; earlier ids choose first.
             now: int64 [], the step: places used in it are kept.
             kept_steps: number of steps before it whose places are kept, too.
 
         Returns:
-            int64 [n], distinct places; -1 for ids all of whose places are kept.
+            int64 [n], distinct places; -1 for ids without a free place.
         """
         places = self._places(ids)
         used = tf.gather(models.native(self._used), places)
@@ -95,7 +94,7 @@ class HashTable:
         self.touch(places, now)
 
     def touch(self, places: tf.Tensor, now: tf.Tensor) -> None:
-        """Notes the step in which places int64 [n] are used."""
+        """Records the step in which places int64 [n] are used."""
         row_updates.assign_rows(self._used, places, tf.fill(tf.shape(places), now))
 
     def _places(self, ids: tf.Tensor) -> tf.Tensor:
@@ -105,12 +104,12 @@ class HashTable:
 
 
 class Part:
-    """The rows of ids in some successive buckets of a layer.
+    """The rows of ids in a range of buckets of a layer.
 
     Args:
         layer: a `HashTableEmbedding` that is built.
-        first_bucket: from which on the layer's variables hold rows.
-        kept_steps: number of steps before the current one whose rows are not taken from their ids.
+        first_bucket: the first bucket whose rows the layer's variables hold.
+        kept_steps: number of steps before the current one whose ids cannot lose their rows.
     """
 
     def __init__(self, layer: Any, first_bucket: int = 0, kept_steps: int = 0):
@@ -118,19 +117,19 @@ class Part:
         self._first_bucket = first_bucket
         self._kept_steps = kept_steps
         self._first_place = first_bucket * ways_of(int(layer.ids.shape[0]))
-        self._rows_before = int(first_bucket == 0)  # row 0, which is of no place
+        self._rows_before = int(first_bucket == 0)  # row 0, which belongs to no place
         self._table = HashTable(layer.ids, layer.used, self._bucket)
-        self._candidates: HashTable | None = None  # ids that wait for a row
+        self._candidates: HashTable | None = None  # the ids that wait for a row
         if layer.min_count > 1:
             self._candidates = HashTable(
                 layer.candidate_ids, layer.candidate_used, self._candidate_bucket
             )
 
     def step(self, ids: tf.Tensor, counts: tf.Tensor, is_step: tf.Tensor) -> None:
-        """A step with these ids.
+        """Updates the tables for a step with these ids.
 
         Args:
-            ids: int64 [n] of these buckets, in increasing order, each once.
+            ids: int64 [n] of these buckets, distinct, in increasing order.
             counts: int64 [n], how often each is in the batch.
             is_step: bool [], whether the batch has any ids, of these buckets or others.
         """
@@ -148,12 +147,12 @@ class Part:
             self._layer.step.assign(now)
 
     def rows(self, ids: tf.Tensor) -> tf.Tensor:
-        """int64 [n], the row in the whole of each id of these buckets; 0 for those without one."""
+        """int64 [n], the row in the whole table of each id of these buckets; 0 if it has none."""
         places = self._table.find(ids, self.oldest())
         return tf.where(places < 0, tf.zeros_like(places), places + self._first_place + 1)
 
     def values(self, rows: tf.Tensor) -> tf.Tensor:
-        """[n, output_dim], rows int64 [n]; of those of other buckets, such as row 0, any values."""
+        """[n, output_dim], values of rows int64 [n]; undefined for rows of other buckets."""
         local = tf.maximum(rows - self._first_place - 1 + self._rows_before, 0)
         return tf.gather(models.native(self._layer.embeddings), local)
 
@@ -167,7 +166,7 @@ class Part:
         return tf.convert_to_tensor(models.native(self._layer.step))
 
     def _admit(self, ids: tf.Tensor, counts: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-        """Gives rows to ids that were seen often enough: bool [n], which of them have one."""
+        """Gives rows to ids that were seen often enough; bool [n], which of them have one."""
         asks = tf.where(counts >= self._layer.min_count)[:, 0]
         asking = tf.gather(ids, asks)
         places = self._table.claim(asking, now, self._kept_steps)
@@ -186,7 +185,7 @@ class Part:
         now: tf.Tensor,
         oldest: tf.Tensor,
     ) -> None:
-        """As `_admit`, of ids that are counted until they have a row.
+        """Gives rows to ids that are counted until they have a row; see `_admit`.
 
         If there is no place to count an id, the one that was seen longest ago is forgotten.
         """
@@ -211,7 +210,7 @@ class Part:
         row_updates.assign_rows(self._layer.candidate_counts, stored, values)
 
     def _initial(self, ids: tf.Tensor) -> tf.Tensor:
-        """[n, output_dim], the first values of the rows of ids int64 [n]."""
+        """[n, output_dim], the initial values of the rows of ids int64 [n]."""
         layer = self._layer
         initializer, dtype = layer.embeddings_initializer, layer.variable_dtype
         if isinstance(initializer, keras.initializers.RandomUniform):
@@ -225,7 +224,7 @@ class Part:
         return bucket_of(self._layer, ids) - self._first_bucket
 
     def _candidate_bucket(self, ids: tf.Tensor) -> tf.Tensor:
-        """Of those beside the bucket of the id's row, one that another hash function chooses."""
+        """Bucket that counts an id: a second hash chooses among those of its row's bucket."""
         places = int(self._layer.candidate_ids.shape[0])
         beside = places // ways_of(places) // bucket_count(self._layer)
         one_of_them = hashing.buckets(ids, beside, self._layer.seed + 1)
@@ -239,7 +238,7 @@ def bucket_count(layer: Any) -> int:
 
 
 def bucket_of(layer: Any, ids: tf.Tensor) -> tf.Tensor:
-    """int64 [n], the bucket of each id int64 [n], of all of a layer."""
+    """int64 [n], the bucket of each id int64 [n], among all buckets of a layer."""
     return hashing.buckets(ids, bucket_count(layer), layer.seed)
 
 
@@ -249,7 +248,7 @@ def where(mask: tf.Tensor, *tensors: tf.Tensor) -> list[tf.Tensor]:
 
 
 def counted(ids: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """(the distinct ids int64 [n] in increasing order, the sum of the counts of each)."""
+    """(the distinct ids int64 [n] in increasing order, the total count of each)."""
     unique, positions = tf.unique(ids, out_idx=tf.int64)
     sums = tf.math.unsorted_segment_sum(counts, positions, tf.size(unique))
     order = tf.argsort(unique, stable=True)
@@ -267,7 +266,7 @@ def places_within(capacity: int) -> int:
 
 
 def _turns(buckets: tf.Tensor) -> tf.Tensor:
-    """int32 [n], how many earlier elements of int64 [n] are equal to each."""
+    """int32 [n], the number of earlier elements of int64 [n] that are equal to each."""
     order = tf.argsort(buckets, stable=True)
     ordered = tf.gather(buckets, order)
     turns = tf.range(tf.size(ordered)) - tf.searchsorted(ordered, ordered)

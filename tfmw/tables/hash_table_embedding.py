@@ -2,11 +2,10 @@
 
 A training step, on the ids of the global batch:
 
-    of ids that have a row, note the step
-    count the others
-    ids that were seen `min_count` times now take the rows that were used longest ago
-        these rows, and the optimizer's slots of them, begin anew
-    look up the rows of this replica's ids; row 0 is that of all ids without one
+    record the step for ids that have a row count the others ids that were seen `min_count` times
+    now take the rows that were used longest ago
+        these rows, and their slots of the optimizer, are initialized again
+    look up the rows of this replica's ids; all ids without a row share row 0
 
 All of it is arithmetic on ordinary variables of the layer, so it is in backups and exports as they
 are. The step depends on which ids the batch has and how often, and not on their order: so it is the
@@ -26,9 +25,9 @@ from tfmw.errors import UsageError, is_whole
 from tfmw.tables import hashing
 from tfmw.tables.hash_table import Part, counted, places_within, ways_of, where
 
-_ID_BYTES = 16  # of a row: its id, and the step of its last use
-_CANDIDATE_BYTES = 24  # of an id that waits for a row: the same, and a count
-_CANDIDATES = 2  # for each row; what one would cost: bench/dynamic_ids.py
+_ID_BYTES = 16  # bytes of a row: its id, and the step of its last use
+_CANDIDATE_BYTES = 24  # bytes of an id that waits for a row: the same, and a count
+_CANDIDATES = 2  # for each row; bench/dynamic_ids.py shows the effect of one
 
 row_updates.note_slots()
 
@@ -39,12 +38,12 @@ class HashTableEmbedding(keras.layers.Layer):
 
     An id gets a row of its own in the training step in which it is seen for the `min_count`-th
     time. If no row is free, it takes the one that was used longest ago, of the 16 rows that its
-    hash value allows it. The row and the optimizer's slots for it then begin anew. Ids without a
-    row share row 0, which is trained like any other. Only training changes which id has which row;
+    hash value allows it. The row and the optimizer's slots for it are then initialized again. Ids
+    without a row share row 0, which is trained like any other. Only training assigns rows to ids;
     `evaluate`, `predict` and exports look rows up.
 
-    On parameter servers each server has the rows of some buckets, and all that is known of their
-    ids. Each worker's batch is then a step of its own.
+    On parameter servers each server has the rows of some buckets, and the state of their ids. Each
+    worker's batch is then a step of its own.
 
     A step counts each call with `training=True`: if a model calls the layer twice in a step, that
     is two.
@@ -55,18 +54,19 @@ class HashTableEmbedding(keras.layers.Layer):
     Args:
         output_dim: the length of a row.
         capacity: the most ids that have a row at a time; rounded down to whole buckets of 16.
-        max_bytes: in place of `capacity`, the most bytes of the layer's variables: rows, and what
-            is known of ids. The optimizer's slots are as large as the rows, each. Parameter
-            servers share them equally.
+        max_bytes: in place of `capacity`, the most bytes of the layer's variables: rows, and the
+            state of ids. Each of the optimizer's slots is as large as the rows. Parameter servers
+            share them equally.
         min_count: how often an id is seen, repetitions within a batch included, before it gets a
             row. For `min_count` over 1 the ids seen last are counted, twice as many as have rows.
         max_age: number of steps; ids not seen for longer lose their row, or their count. None for
             no such limit.
-        embeddings_initializer: of a row when an id gets it: "uniform", "zeros", or an object of
-            `keras.initializers.RandomUniform`, `Zeros`, `Ones` or `Constant` (one number). Random
-            values depend on `seed`, the id and the column only. Row 0 begins with zeros.
-        seed: of the hash functions and of initial values, an int.
-        **options: of `keras.layers.Layer`, as `name` and `dtype`.
+        embeddings_initializer: initializer of a row when an id gets it: "uniform", "zeros", or an
+            object of `keras.initializers.RandomUniform`, `Zeros`, `Ones` or `Constant` (one
+            number). Random values depend on `seed`, the id and the column only. Row 0 begins with
+            zeros.
+        seed: an int, the seed of the hash functions and of initial values.
+        **options: arguments of `keras.layers.Layer`, such as `name` and `dtype`.
 
     Input:
         int64 or string (other integers are cast), of any shape [...]. Strings are hashed to 63
@@ -107,7 +107,7 @@ class HashTableEmbedding(keras.layers.Layer):
         self.capacity = capacity if capacity is None else _at_least_1("capacity", capacity)
         self.max_bytes = max_bytes if max_bytes is None else _at_least_1("max_bytes", max_bytes)
         self._places = places_within(self._most_rows())
-        self.supports_jit = False  # XLA has no op for the distinct ids of a batch
+        self.supports_jit = False  # XLA has no op for the unique ids of a batch
 
     def _most_rows(self) -> int:
         if self.max_bytes is None:
@@ -124,7 +124,7 @@ class HashTableEmbedding(keras.layers.Layer):
         return rows
 
     def build(self, input_shape: Any) -> None:
-        """Creates the variables, of a size that never changes."""
+        """Creates the variables, whose size never changes."""
         del input_shape
         ways = ways_of(self._places)
         self._buckets = self._places // ways
@@ -149,7 +149,7 @@ class HashTableEmbedding(keras.layers.Layer):
         self.built = True
 
     def _state(self, name: str, shape: tuple[int, ...], like: Any = None) -> Any:
-        """A variable of integers; divided as the variable `like`."""
+        """A variable of integers, divided like the variable `like`."""
         described = {"name": name, "shape": shape, "dtype": "int64", "initializer": "zeros"}
         if like is None:
             return self.add_weight(**described, trainable=False)
@@ -161,7 +161,7 @@ class HashTableEmbedding(keras.layers.Layer):
     # ------------------------------------------------------------ steps
 
     def call(self, ids: Any, training: bool | None = None) -> Any:
-        """The rows of the ids; in training, ids may get rows first."""
+        """Rows of the ids; in training, ids may get rows first."""
         if isinstance(ids, (tf.RaggedTensor, tf.SparseTensor)):
             raise UsageError(
                 f"layer {self.name!r} received a {type(ids).__name__}: expected a dense tensor of "
@@ -176,10 +176,10 @@ class HashTableEmbedding(keras.layers.Layer):
         return keras.ops.cast(rows, dtype=self.compute_dtype)
 
     def look_up(self, ids: tf.Tensor, is_step: bool) -> tf.Tensor:
-        """[n, output_dim], the rows of ids; training on parameter servers replaces this method.
+        """[n, output_dim], rows of the ids; training on parameter servers replaces this method.
 
         Args:
-            ids: int64 [n], those of the input, or the fingerprints of its strings.
+            ids: int64 [n], the input's ids, or the fingerprints of its strings.
             is_step: whether ids may get rows first.
         """
         if is_step:
@@ -196,7 +196,7 @@ class HashTableEmbedding(keras.layers.Layer):
         return tf.reshape(self._all.rows(tf.reshape(ids, [-1])), tf.shape(ids))
 
     def known_ids(self) -> np.ndarray:
-        """int64 [n], the ids that have a row, in increasing order; of strings their hash values."""
+        """int64 [n], the ids that have a row, in increasing order; strings as their hash values."""
         used = self.used.numpy()
         return np.sort(self.ids.numpy()[used >= int(self._all.oldest())])
 

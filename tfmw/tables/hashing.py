@@ -1,7 +1,7 @@
 """Hash functions of ids: fingerprints of strings, buckets, and the first values of a row.
 
-The values depend on the id, the column and the seed only: neither on the order of ids nor on the
-process, so every replica makes the same.
+The values depend on the id, the column and the seed only, neither on the order of ids nor on the
+process. So they are the same on every replica.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 
 _MOST = (1 << 63) - 1
-_FRACTION_BITS = 24  # of float32
+_FRACTION_BITS = 24  # bits of a float32 fraction
 
 
 def fingerprints(ids: tf.Tensor, seed: int) -> tf.Tensor:
-    """int64, of the shape of `ids`: integers as they are, of strings a keyed hash of 63 bits."""
+    """int64, of the shape of `ids`: integers unchanged, strings as a keyed hash of 63 bits."""
     if ids.dtype == tf.string:
         return tf.strings.to_hash_bucket_strong(ids, _MOST, key=[seed, _INCREMENT >> 1])
     return tf.cast(ids, tf.int64)
@@ -37,7 +37,7 @@ def uniform(ids: tf.Tensor, width: int, seed: int) -> tf.Tensor:
     steps = tf.bitcast(columns, tf.uint64) * _unsigned(_INCREMENT)
     bits = _mixed(_mixed(_begun(ids, ~seed))[:, None] + steps[None])
     fraction = tf.bitwise.right_shift(bits, _unsigned(64 - _FRACTION_BITS))
-    # By way of int64, whose casts all devices have.
+    # the cast goes through int64, whose casts all devices have
     return tf.cast(tf.bitcast(fraction, tf.int64), tf.float32) * 2.0**-_FRACTION_BITS
 
 

@@ -4,13 +4,13 @@
     rows, marks = joined.table([1000, 16], tf.float32)
     slot = joined.slot(rows, tf.float32)              # of these rows
 
-A recommender has dozens of small tables, and a step looks up and updates a few rows of each. Then
-most of a server's time would be the start of ops, of some for each table and slot. Rows of a table,
-its marks and its slots have the same places in their variables, so one op with the ids of all
-tables does for each kind.
+A recommender has dozens of small tables, and a step looks up and updates a few rows of each. With
+ops for each table and slot, a server would spend most of its time on starting them. Rows of a
+table, its marks and its slots have the same places in their variables. So for each kind one op with
+the ids of all tables is enough.
 
-A table is made when its layer is, and nobody knows how many follow. So the variables have room for
-many: no memory, as the operating system gives it when it is first written.
+A table is created with its layer, before the number of tables is known. So the variables have room
+for many. Unused room takes no memory, as the operating system allocates pages on the first write.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any
 import tensorflow as tf
 
 TABLE_BYTES = 16 << 20
-"""Rows of a table on one server, of more bytes, have a variable of their own: ops are few then."""
+"""Most bytes of a table's rows on one server that share a variable."""
 
-_BYTES = 128 << 20  # of a variable with rows of several tables
+_BYTES = 128 << 20  # size of a variable with rows of several tables
 
 
 class Joined:
-    """Variables of one server that have rows of several tables.
+    """Variables of one server that hold the rows of several tables.
 
     Args:
         server: its device.
-        row_bytes: of the tables.
+        row_bytes: bytes of a row of the tables.
 
-    Nothing but their parts keeps the variables.
+    The variables live as long as one of their parts is referenced.
     """
 
     def __init__(self, server: str, row_bytes: int):
@@ -46,11 +46,11 @@ class Joined:
         self._parts = weakref.WeakValueDictionary[Any, JoinedRows]()
 
     def has_room(self, rows: int) -> bool:
-        """Whether so many more rows may be here."""
+        """Whether this many more rows fit."""
         return self._rows + rows <= self._room
 
     def table(self, shape: list[int], dtype: tf.DType) -> tuple[JoinedRows, JoinedRows]:
-        """(zeros of this shape for the rows of one more table, a mark for each: false)."""
+        """(zeros of this shape for the rows of one more table, a mark for each row: false)."""
         first = self._rows
         self._rows += shape[0]
         marks = self._part("changed", first, shape[:1], tf.bool)
@@ -58,7 +58,8 @@ class Joined:
 
     def slot(self, rows: JoinedRows, dtype: tf.DType) -> JoinedRows:
         """Zeros for a slot of the rows of a table."""
-        # An optimizer makes slots of all tables in one order, so those of one kind get one number.
+        # An optimizer creates slots of all tables in one order, so slots of one kind get one
+        # number.
         free = (number for number in itertools.count() if (number, rows.first) not in self._parts)
         return self._part(next(free), rows.first, rows.shape.as_list(), dtype)
 
@@ -81,13 +82,12 @@ class Joined:
 
 
 class JoinedRows:
-    """Some rows of a server's variable, used as a variable of these rows alone.
+    """Some rows of a server's variable, which behave like a variable of these rows alone.
 
     Attributes:
-        joined: which has them.
-        variable: in which they are.
-        first: where they begin in it.
-        shape, dtype: of these rows.
+        joined: the object that has them.
+        variable: the variable that holds them.
+        first: the index of their first row in it. shape, dtype: shape and type of these rows.
     """
 
     def __init__(self, joined: Joined, variable: tf.Variable, first: int, shape: list[int]):
@@ -99,7 +99,7 @@ class JoinedRows:
         self._unique_id = f"{variable._unique_id}_{first}"
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        """The rows at `indices`; `tf.gather` calls it. Not those of a neighbour, which it refuses.
+        """The rows at `indices`; `tf.gather` calls it. Raises for indices of a neighbour's rows.
 
         Raises:
             tf.errors.InvalidArgumentError: an index that is none of these rows.
@@ -161,5 +161,5 @@ class JoinedRows:
 
 
 def may_join(shape: list[int], dtype: tf.DType) -> bool:
-    """Whether a table's rows of one server, of this shape, may be with those of others."""
+    """Whether one server's rows of a table, of this shape, may join those of other tables."""
     return 0 < math.prod(shape) * dtype.size <= TABLE_BYTES

@@ -1,14 +1,14 @@
 """Tables in files whose rows are looked up by ops that any TensorFlow has.
 
 A file is a TFRecord file. Each record has some successive rows, about 4 KB, as a serialized tensor.
-All records of a table have the same length. So a lookup knows the file and the offset of the record
-that has a row, reads this record and checks its checksum; nothing else is read. The graph of a
-lookup is a part of a SavedModel, and nothing of it is Python. The operating system keeps in memory
-what is read often.
+All records of a table have the same length. So a lookup computes the file and the offset of the
+record that has a row, reads this record and verifies its checksum; it reads nothing else. The graph
+of a lookup is a part of a SavedModel and contains no Python. The operating system's page cache
+holds the records that are read often.
 
-What TensorFlow has beside that serves worse. `RestoreV2` reads one row of a slice by reading all of
-the slice, and opens the checkpoint for each. `FixedLengthRecordDataset` reads all that is before a
-record. `ImmutableConst` maps a file into memory, which TensorFlow copies, as a constant.
+Other ops of TensorFlow are worse for this. `RestoreV2` reads all of a slice for one of its rows,
+and opens the checkpoint each time. `FixedLengthRecordDataset` reads all records before the one it
+needs. `ImmutableConst` maps a file into memory, but TensorFlow copies it, as a constant.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tfmw.tables.files import ExportedTables
 from tfmw.tables.shards import VariableShard, on_each, require_written, server
 from tfmw.tables.table import NeedsAllRows, Slice, Table, slices, tables_among
 
-FILE_BYTES = 128 << 20  # what a server needs beside its rows to write them
+FILE_BYTES = 128 << 20  # memory that a server needs to write its rows
 _RECORD_BYTES = 4096
-_FRAME = 16  # bytes of a TFRecord beside its content: length, and two checksums
+_FRAME = 16  # bytes that a TFRecord adds to its content: length, and two checksums
 _AT_ONCE = 16  # records that are read at the same time
 
 
 class _Records:
-    """How the rows of one table are divided into records."""
+    """Layout of the rows of one table in records."""
 
     def __init__(self, table: Table):
         self.dtype: tf.DType = table.dtype
@@ -49,14 +49,14 @@ class _Records:
         self.length = len(tf.io.serialize_tensor(tf.zeros(self.shape, self.dtype)).numpy())
 
     def of(self, rows: tf.Tensor) -> tf.data.Dataset:
-        """The records of rows [n, ...]; the last is filled up with zeros."""
+        """The records of rows [n, ...]; the last is padded with zeros."""
         rest = -tf.shape(rows)[0] % self.rows
         filled = tf.pad(rows, [[0, rest], *[[0, 0]] * (len(self.shape) - 1)])
         records = tf.data.Dataset.from_tensor_slices(tf.reshape(filled, [-1, *self.shape]))
         return records.map(tf.io.serialize_tensor)
 
     def decoded(self, records: tf.Tensor) -> tf.Tensor:
-        """[n, rows, ...]: the values are at the end of a serialized tensor."""
+        """[n, rows, ...], the rows of records: the values end each serialized tensor."""
         values = tf.strings.substr(records, self.length - self.content, self.content)
         return tf.reshape(tf.io.decode_raw(values, self.dtype), [-1, *self.shape])
 
@@ -65,7 +65,7 @@ class RowFiles:
     """Writes tables into files, and looks up their rows there.
 
     Args:
-        tables: by name.
+        tables: the tables by name.
     """
 
     def __init__(self, tables: Mapping[str, Table]):
@@ -78,7 +78,7 @@ class RowFiles:
                 for one in slices(name, table, FILE_BYTES)
             ]
             for name, table in self.tables.items()
-        }  # of each table, (name, rows) of its files
+        }  # table -> (name, rows) of its files
 
     def as_json(self) -> dict[str, Any]:
         """The description for readers: for each table, its files and the content of a record."""
@@ -129,7 +129,7 @@ class RowFiles:
 
         Args:
             directory: string [].
-            ids: int64 [n], rows of the whole, in any order, repeated or not.
+            ids: int64 [n], row indices in the whole table, in any order, repeated or not.
 
         Returns:
             [n, ...].
@@ -160,12 +160,12 @@ class RowFiles:
         paths = tf.strings.join([directory, "/", names])
         wanted = tf.data.Dataset.from_tensor_slices((paths, begins))
         found = wanted.interleave(record, _AT_ONCE, 1, num_parallel_calls=tf.data.AUTOTUNE)
-        # A pipeline without an element could not end in one batch: a last one is added.
+        # A pipeline without elements could not end in one batch, so a last element is added.
         every = found.concatenate(tf.data.Dataset.from_tensors("")).batch(
             tf.size(ids, tf.int64) + 1
         )
         content = every.get_single_element()[:-1]
-        is_whole = tf.equal(tf.size(content), tf.size(ids))  # a file may end too early
+        is_whole = tf.equal(tf.size(content), tf.size(ids))  # a file may be truncated
         with tf.control_dependencies([_require(is_whole, f"files of {name} are whole", directory)]):
             blocks_of_rows = records.decoded(content)
         return tf.gather(blocks_of_rows, row % records.rows, batch_dims=1)
@@ -183,7 +183,7 @@ def _require(holds: tf.Tensor, expected: str, found: tf.Tensor) -> Any:
 def _writer(shard: VariableShard, records: _Records) -> Callable[[Any, Any, Any], tf.Tensor]:
     """A function (path, first and last row, in the shard) that writes a file on the server.
 
-    A call for each file: what a call needs is freed when it ends.
+    Each file is a call of its own, whose memory is freed when it ends.
     """
 
     def write(path: tf.Tensor, start: tf.Tensor, stop: tf.Tensor) -> tf.Tensor:
@@ -201,7 +201,8 @@ def _writer(shard: VariableShard, records: _Records) -> Callable[[Any, Any, Any]
     number = tf.TensorSpec([], tf.int64)
     signature = [tf.TensorSpec([], tf.string), number, number]
     traced = tf.function(write, autograph=False, input_signature=signature)
-    return traced.get_concrete_function()  # a call of `traced` is warned of, with many shards
+    # TensorFlow would warn of calls of `traced` for many shards
+    return traced.get_concrete_function()
 
 
 # ---------------------------------------------------------------- in SavedModels
@@ -211,14 +212,14 @@ def _writer(shard: VariableShard, records: _Records) -> Callable[[Any, Any, Any]
 def tables_in_files(
     variables: Iterable[object], weights: Iterable[object]
 ) -> Iterator[ExportedTables]:
-    """Within this context Keras variables that are tables look up rows in files, in graphs.
+    """Makes Keras variables that are tables look up rows in files, in graphs of this context.
 
-    The SavedModel has an asset, `assets/tables.json`, which names the files of rows, and beside it
-    these files, which the servers write.
+    The SavedModel gets an asset, `assets/tables.json`, which names the files of rows, and the files
+    beside it, which the servers write.
 
     Args:
-        variables: of the model, its optimizer and its metrics.
-        weights: those of the model. Of the others, such as slots, nothing is written.
+        variables: variables of the model, its optimizer and its metrics.
+        weights: variables of the model. Other ones, such as slots, are not written.
     """
     of_model = {id(variable) for variable in weights}
     named: dict[str, Any] = {}
@@ -233,7 +234,7 @@ def tables_in_files(
         asset = tf.saved_model.Asset(path)
 
         def look_up(name: str, ids: tf.Tensor) -> tf.Tensor:
-            path: tf.Tensor = asset.asset_path  # where the SavedModel is loaded from
+            path: tf.Tensor = asset.asset_path  # the directory that the SavedModel is loaded from
             return files.look_up(name, tf.strings.regex_replace(path, "/[^/]*$", ""), ids)
 
         pairs = []

@@ -4,15 +4,15 @@
 
     lookup = MultiTableLookup([shards, other_shards]) # rows of one shape and type
     route = lookup.route([ids, other_ids])
-    route.asked[server]                               # (how many of each variable, its rows)
-    rows, other_rows = route.deliver(answers)         # answers[server]: [n, ...], in that order
+    route.asked[server] # (number of ids by variable, its rows) rows, other_rows =
+    route.deliver(answers) # answers[server]: [n, ...], in that order
 
 A variable is divided along its first axis into contiguous ranges, one `VariableShard` each. The
 shards concatenated are the whole variable, so backups and exports do not depend on their number. A
 row that occurs several times in a batch is sent once.
 
-A step looks up rows of several tables at once. What one table needs (which ids are different, who
-has them), all need: each op of it runs once for all tables.
+A step looks up rows of several tables at once. Each op of a lookup (such as finding the unique ids
+and their servers) runs once for all tables.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tfmw.compat import parameter_servers
 from tfmw.tables.joined import JoinedRows
 
 BLOCK_BYTES = 64 << 20
-"""Values are made, sent and written in blocks of at most this many bytes."""
+"""Most bytes of a block in which values are created, sent and written."""
 
 
 def server(index: int) -> str:
-    """The device of a parameter server, which stores and updates its variables."""
+    """The device of a parameter server, which stores and updates its shards of variables."""
     return f"/job:ps/replica:0/task:{index}/device:CPU:0"
 
 
 def on_each(calls: dict[int, Callable[[], Any]]) -> dict[int, Any]:
-    """Calls all at the same time; the results by key. Raises the first error."""
+    """Runs all calls concurrently; returns the results by key. Raises the first error."""
     if not calls:
         return {}
     with futures.ThreadPoolExecutor(len(calls), "tfmw-tables") as pool:
@@ -61,12 +61,12 @@ class VariableShard:
     """Some rows of a variable, on one server.
 
     Attributes:
-        variable: the `tf.Variable` on the server, or some rows of one.
-        server: its number.
-        start, stop: rows of the whole variable; 0 and 0 if it is not divided.
+        variable: the `tf.Variable` on the server, or a range of its rows.
+        server: the index of the server. start, stop: rows of the whole variable; 0 and 0 if it is
+        not divided.
         slots: the optimizer's slots for these rows, on the server, by id of the Keras variable.
-        changed: bool [rows], on the server: which have changed since the last full backup. A
-            table's slots share it; None for a variable that is no table.
+        changed: bool [rows], on the server: true for rows that have changed since the last full
+            backup. A table's slots share it; None for a variable that is no table.
     """
 
     variable: Any
@@ -77,9 +77,9 @@ class VariableShard:
     changed: Any = None
 
     def with_others(self) -> tuple[VariableShard, int]:
-        """(all rows of the variables that have these and their slots, the place of the first one).
+        """(all rows of the variables with this shard and its slots, index of its first row).
 
-        The shard itself, and 0, unless all of these variables are shared with other tables.
+        Returns the shard itself, and 0, unless all of these variables are shared with other tables.
         """
         rows, slots, changed = self.variable, self.slots, self.changed
         if not all(isinstance(each, JoinedRows) for each in (rows, *slots.values(), changed)):
@@ -94,11 +94,11 @@ class VariableShard:
         """Marks rows that are about to change; call it on the server.
 
         Args:
-            ids: int64 [n], in this shard; None for all.
-            trues: bool [n], all true, where ids of many shards share them.
+            ids: int64 [n], rows of this shard; None for all.
+            trues: bool [n], all true, if ids of many shards share them.
 
         Returns:
-            What the change has to wait for: a change without a mark would not be backed up.
+            Ops that the change must wait for: a change without a mark would not be backed up.
         """
         if self.changed is None:
             return []
@@ -121,8 +121,8 @@ def look_up(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:
     """Rows of a divided variable.
 
     Args:
-        shards: of the variable, in the order of its rows.
-        ids: int64 [n], rows of the whole, in any order, repeated or not.
+        shards: the shards of the variable, in the order of its rows.
+        ids: int64 [n], rows of the whole variable, in any order, repeated or not.
 
     Returns:
         [n, ...] in the process that calls.
@@ -145,7 +145,7 @@ def look_up(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:
 
 
 def read_whole(shards: Sequence[VariableShard]) -> tf.Tensor:
-    """All rows of a variable: for kernels, of which a step needs all rows."""
+    """All rows of a variable, such as a kernel, which a step needs as a whole."""
     values = []
     for shard in shards:
         with tf.device(server(shard.server)):
@@ -158,10 +158,11 @@ class Route(NamedTuple):
     """Ids on their way to servers; a structure of tensors for TensorFlow, too.
 
     Attributes:
-        asked: by server (int64 [variables there], how many ids of each; int64 [n], these ids,
-            counted from the start of their variable, each at most once).
-        positions: int32 [n], of each id of all tables among those asked for, all servers'.
-        lengths: int64 [tables], how many ids of each.
+        asked: server -> (int64 [variables there], the number of ids of each variable; int64 [n],
+            these ids without repetitions, relative to the start of their variable).
+        positions: int32 [n], the position of each id of all tables among the requested ids of all
+        servers.
+        lengths: int64 [tables], the number of ids of each table.
     """
 
     asked: dict[int, tuple[tf.Tensor, tf.Tensor]]
@@ -169,20 +170,21 @@ class Route(NamedTuple):
     lengths: tf.Tensor
 
     def deliver(self, answers: dict[int, tf.Tensor]) -> list[tf.Tensor]:
-        """For each table the rows [n, ...] of its ids, repeated as these are.
+        """Rows [n, ...] for the ids of each table, repeated as the ids are.
 
         Args:
-            answers: by server, the rows [n, ...] that were asked for there.
+            answers: server -> the rows [n, ...] that were requested there.
         """
         here = [answers[server] for server in self.asked]
         rows: list[tf.Tensor] = _deliver_op(here, self.positions, self.lengths)
         return rows
 
     def send(self, values: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
-        """By server the values [n, ...] of the ids that are asked for there.
+        """Values [n, ...] for the requested ids of each server.
 
         Args:
-            values: for each table [n, ...], one for each of its ids; those of one row are added.
+            values: for each table [n, ...], one value for each of its ids; values of the same row
+            are summed.
         """
         sent = _send_op(list(values), [ids for _, ids in self.asked.values()], self.positions)
         return dict(zip(self.asked, sent, strict=True))
@@ -211,7 +213,7 @@ class MultiTableLookup:
         tables: the shards of each, in the order of its rows; one may be there twice.
 
     Attributes:
-        shards: by server its variables, each as (number of a table that has rows in it, a shard of
+        shards: server -> its variables, each as (index of a table that has rows in it, a shard of
             all of its rows).
     """
 
@@ -220,12 +222,12 @@ class MultiTableLookup:
         self._offsets = [0, *itertools.accumulate(self._rows)]
         self.shards: dict[int, list[tuple[int, VariableShard]]] = {}
         self._one_op = parameter_servers.one_op(self.traced_route, waits=False)
-        # Of each shard: its first row among those of all tables, what is to be added to get its
-        # place in its variable, and which variable that is.
+        # Three values of each shard. The first row among those of all tables; the offset from there
+        # to its place in its variable; the index of that variable.
         self._starts: list[int] = []
         self._shifts: list[int] = []
         self._variables: list[int] = []
-        self._numbers: dict[int, list[int]] = {}  # by server its variables
+        self._numbers: dict[int, list[int]] = {}  # server -> indices of its variables
         known: dict[Any, int] = {}
         for table, (offset, shards) in enumerate(zip(self._offsets, tables, strict=False)):
             for shard in shards:
@@ -243,7 +245,7 @@ class MultiTableLookup:
         """The places of ids.
 
         Args:
-            ids: for each table int64 [n], its rows, in any order, repeated or not.
+            ids: for each table int64 [n], row indices, in any order, repeated or not.
 
         Returns:
             The route. An id that is no row of its table is an error when the graph runs.
@@ -252,11 +254,12 @@ class MultiTableLookup:
         return route
 
     def traced_route(self, ids: list[tf.Tensor]) -> Route:
-        """As `route`, in the function that is being traced."""
+        """Computes the route, in the function that is being traced; see `route`."""
         lengths = tf.concat(tf.raw_ops.ShapeN(input=ids, out_type=tf.int64), axis=0)
         every = tf.concat(ids, axis=0)
         limits = _of_each(self._rows, ids)
-        # Of a table alone, a row behind its last one would be missed; here it is the next table's.
+        # With a single table, TensorFlow reports a row past the end; here it would be a row of the
+        # next table.
         are_rows = tf.logical_and(every >= 0, every < limits)
         checked = tf.raw_ops.Assert(  # as `tf.debugging.Assert`, without a `tf.cond`
             condition=tf.reduce_all(are_rows),
@@ -289,7 +292,7 @@ class MultiTableLookup:
 
 
 def _of_each(values: list[int], ids: list[tf.Tensor]) -> tf.Tensor:
-    """int64, a table's value for each of its ids."""
+    """int64, the value of a table for each of its ids."""
     lengths = [own.shape[0] for own in ids]
     if None in lengths:
         return tf.repeat(tf.constant(values, tf.int64), tf.stack([tf.size(own) for own in ids]))

@@ -43,9 +43,9 @@ class Table(parameter_servers.RemoteRows):
     """The rows of one Keras variable, on parameter servers.
 
     Args:
-        path: of the Keras variable.
-        shape: of the whole.
-        shards: in the order of the rows; also an attribute.
+        path: path of the Keras variable.
+        shape: shape of the whole variable.
+        shards: the shards in the order of the rows; also an attribute.
         trainable: whether gradients are recorded.
         max_whole_bytes: larger tables are never read or assigned as a whole.
     """
@@ -71,12 +71,12 @@ class Table(parameter_servers.RemoteRows):
 
     @property
     def bytes(self) -> int:
-        """Of all rows."""
+        """Size of all rows in bytes."""
         return math.prod(self.shape.as_list()) * int(self.dtype.size)
 
     @property
     def row_bytes(self) -> int:
-        """Of one row."""
+        """Size of one row in bytes."""
         return self.bytes // int(self.shape[0])
 
     def read_all(self) -> tf.Tensor:
@@ -86,13 +86,13 @@ class Table(parameter_servers.RemoteRows):
 
     def assign(self, value: Any, *arguments: Any, **options: Any) -> None:
         """Replaces all rows. Raises NeedsAllRows if they are too many."""
-        del arguments, options  # of `tf.Variable.assign`: nothing of them applies here
+        del arguments, options  # arguments of `tf.Variable.assign`, which do not apply here
         self._refuse_whole("assigning")
         if not self._keeps_rows:
             self.replace(tf.cast(value, self.dtype))
 
     def replace(self, value: Any) -> None:
-        """Sends all rows to their servers: `value` is in this process already."""
+        """Sends all rows to their servers; `value` is in this process already."""
         for shard in self.shards:
             with tf.device(server(shard.server)):
                 shard.mark_changed()
@@ -101,7 +101,7 @@ class Table(parameter_servers.RemoteRows):
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Within this context assignments have no effect."""
+        """Disables assignments within this context."""
         self._keeps_rows = True
         try:
             yield
@@ -157,8 +157,7 @@ class Slice:
     """Some rows of a table, in one of its shards.
 
     Attributes:
-        name: of the table in files.
-        start, stop: rows of the whole table.
+        name: name of the table in files. start, stop: rows of the whole table.
     """
 
     name: str
@@ -169,7 +168,7 @@ class Slice:
 
     @property
     def bytes(self) -> int:
-        """Of these rows."""
+        """Size of these rows in bytes."""
         return self.table.row_bytes * (self.stop - self.start)
 
 
