@@ -1,13 +1,13 @@
 """Every private name of Keras and TensorFlow that tfmw uses, by subject.
 
-A module lists those that it uses later than at its import as (owner, name) in `PRIVATE_NAMES`.
-Checked on TensorFlow 2.18 to 2.21 with Keras 3.8 to 3.15. `missing_names()` returns the names that
-the installed versions lack. A test calls it, so an incompatible release fails there first.
-Nothing is handed on from here: import the subject, as in `from tfmw.compat import models`.
+Names that a module does not import, but uses later, are in its `PRIVATE_NAMES` as (owner, name).
+They were checked on TensorFlow 2.18 to 2.21 with Keras 3.8 to 3.15. `missing_names()` returns the
+names that the installed versions lack. A test calls it, so an incompatible release fails there
+first. The package exports nothing: import the subject, as in `from tfmw.compat import models`.
 
-Read `losses` first, each replica's weight in the global batch: it is why N workers have the results
-of one process. `dataflow` tells which values of a step are sums or means over examples, and
-`placement` puts a model's variables on the devices of a strategy, and back.
+Read `losses` first: each replica's weight in the global batch gives N workers the results of one
+process. `dataflow` finds the values of a step that are sums or means over examples. `placement`
+copies a model's variables to the devices of a strategy, and back.
 
 May import: `tfmw.errors`.
 """

@@ -1,13 +1,13 @@
 """Variables that a step assigns without an optimizer: SGD by hand, SAM, a codebook, a counter.
 
-One process assigns a value computed from the whole batch. Each replica computes one from its part
-of the batch, so the replicas combine their values before they assign:
+One process assigns a value computed from the whole batch. Each replica computes one from its shard
+of the batch, so the replicas combine their values before the assignment:
 
 * A weight gets the sum over replicas of sums over examples, and the weighted mean of means. A value
-  computed from gradients is not combined: `ReplicaWeight.exchanges` makes the gradients themselves
-  those of the global batch. Any other function of the examples is refused.
+  computed from gradients is not combined. Instead `ReplicaWeight.exchanges` replaces the gradients
+  by those of the global batch. Any other function of the examples is refused.
 * A variable that a layer updates itself, such as a moving average, stays different on each replica,
-  and is averaged when the epoch ends. If the step also reads it, it is combined as a weight is.
+  and is averaged when the epoch ends. If the step also reads it, it is combined like a weight.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 
 class Assignable(NamedTuple):
-    """A variable that a step may assign, beside metrics and seeds."""
+    """A variable that a step may assign, other than metrics and seeds."""
 
-    variable: Any  # Keras's
+    variable: Any  # a Keras variable
     by_layer: bool  # whether it is a layer's non-trainable variable
     of_keras: bool = False  # whether the layer is one of Keras's
 
 
 class Exchanges(NamedTuple):
-    """What replicas combine in the middle of a step, because the step computes with it.
+    """Values that replicas combine in the middle of a step, because the step computes with them.
 
     Attributes:
-        gradients: whether a tape's gradients are those of the global batch.
-        variables: ids of the layers' variables that the step reads beside their update.
+        gradients: whether a tape's gradients are all-reduced to those of the global batch.
+        variables: ids of the layers' variables that the step reads outside of their update.
     """
 
     gradients: bool = False
@@ -51,7 +51,7 @@ class Exchanges(NamedTuple):
 
 
 def increment(variable: Any, value: Any) -> tuple[Any, Any] | None:
-    """(f(variable), x) of an update to f(variable) + x, where only f reads it; None of others."""
+    """(f(variable), x) of an update to f(variable) + x; None if it has another form."""
     if not is_symbolic(value):
         return None
     operation = value.op
@@ -97,11 +97,11 @@ def is_read(variable: tf.Variable, graph: Any, before: set[str]) -> bool:
 def _combined(
     weight: ReplicaWeight, copy: Any, value: Any, parts: tuple[Any, Any] | None = None
 ) -> Any:
-    """The value that all replicas assign, or this one if they may differ until the epoch ends.
+    """The value to assign: equal on all replicas, unless they may differ until the epoch ends.
 
     Args:
         copy: this replica's `tf.Variable`.
-        parts: (a value that does not depend on examples, what is added to it), if known.
+        parts: (a value that does not depend on examples, the value added to it), if known.
     """
     target = weight.assignable[id(copy.handle)]
     parts = parts or increment(target.variable, value)
@@ -116,7 +116,7 @@ def _combined(
     new = _of_all(weight, target, value, parts)
     if weight.size_known:
         return new
-    # At the end of the data no replica has examples: that step assigns nothing.
+    # At the end of the data no replica has examples, so that step assigns nothing.
     return tf.where(weight.global_examples > 0, new, copy.read_value())
 
 
@@ -126,7 +126,7 @@ def _estimate(weight: ReplicaWeight, target: Assignable, value: Any, parts: Any)
         return value
     if parts is not None and weight.reduction_of(parts[1]) == "sum":
         return parts[0] + weight.estimate_of_sum(parts[1])
-    if not target.of_keras:  # what Keras's layers do is documented
+    if not target.of_keras:  # the behaviour of Keras's layers is documented
         weight.note(f"the variable {target.variable.path}", value)
     return value
 
@@ -138,7 +138,7 @@ def _of_all(weight: ReplicaWeight, target: Assignable, value: Any, parts: Any) -
     if flow.kind == "fixed":
         return weight.of_first_replica(value) if _is_random(weight, value) else value
     if weight.wants_gradients(value):
-        return value  # the step is traced again, with other gradients
+        return value  # the step will be traced again, with other gradients
     if parts is not None and weight.flows.of(parts[0]).kind == "fixed":
         total = weight.total(parts[1])
         if total is not None:
@@ -186,7 +186,7 @@ def _refuse(variable: Any, flow: Any) -> None:
 
 
 def _watched(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of a method, for the variables of the model outside of `optimizer.apply`."""
+    """Replaces a method for the variables of the model, outside of `optimizer.apply`."""
 
     def hook(weight: ReplicaWeight, method: Any, copy: Any, *arguments: Any, **named: Any) -> Any:
         if not weight.watches or id(copy.handle) not in weight.assignable:
@@ -243,7 +243,7 @@ _SCATTERED: dict[str, Any] = {
 
 
 def _scatter(name: str) -> Callable[..., Any]:
-    """The replacement of `scatter_<how>` and `scatter_nd_<how>`."""
+    """Replaces `scatter_<how>` and `scatter_nd_<how>`."""
     how = name.rpartition("_")[2]
 
     def scatter(
@@ -288,4 +288,4 @@ HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     for name, replacement in _REPLACED.items()
     if name in vars(cls)  # TensorFlow wraps some methods in the subclass
 ]
-"""See `losses._HOOKS`."""
+"""Methods and their replacements; see `losses._HOOKS`."""

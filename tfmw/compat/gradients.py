@@ -1,9 +1,9 @@
-"""Gradients of a replica's losses, that a step takes by a tape.
+"""Gradients of a replica's losses that a step computes with a tape.
 
 Gradients by weights are estimates of those of the global loss. If the step computes with them
-before an optimizer does, they are exchanged at once (`Exchanges.gradients`). Gradients by the
-examples are those of one process: the mean over a replica's examples divides by their number, and
-the mean over the global batch by all.
+before an optimizer does, they are all-reduced at once (`Exchanges.gradients`). Gradients by the
+examples are those of one process: they are rescaled, because a replica's mean divides by its own
+number of examples, and that of one process by all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def scaled(grads: Iterable[Any], factor: Any) -> list[Any]:
-    """Gradients, dense or `tf.IndexedSlices`, times a scalar; None stays None."""
+    """Multiplies gradients, dense or `tf.IndexedSlices`, by a scalar; None stays None."""
     factors: dict[tf.DType, tf.Tensor] = {}  # one for each dtype, not one for each gradient
 
     def one(grad: Any) -> Any:
@@ -44,7 +44,7 @@ def tape_gradient(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """`tf.GradientTape.gradient` in a step."""
+    """Replaces `tf.GradientTape.gradient` in a step."""
 
     def compute(output_gradients: Any) -> Any:
         return gradient(tape, target, sources, output_gradients, *arguments, **options)
@@ -61,7 +61,7 @@ def graph_gradients(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """`tf.gradients` in a step."""
+    """Replaces `tf.gradients` in a step."""
 
     def compute(grad_ys: Any) -> Any:
         return gradients(ys, xs, grad_ys, *arguments, **options)
@@ -76,7 +76,7 @@ def _in_step(
     sources: Any,
     output_gradients: Any,
 ) -> Any:
-    """The gradients that a step gets in place of those of its replica's losses alone.
+    """Gradients that a step gets in place of those of its replica's losses alone.
 
     Args:
         compute: (gradients of the targets) -> gradients, in the structure of `sources`.
@@ -123,7 +123,7 @@ def _values(grad: Any) -> Any:
 
 
 def _by_weights(weight: ReplicaWeight, target: Any, grads: list[Any]) -> list[Any]:
-    """Gradients of this replica's losses -> estimates of those of the global loss, or these."""
+    """Gradients of this replica's losses -> estimates of those of the global loss, if possible."""
     if _are_added(weight, target) or _weighs_outputs(weight):
         whole = tf.math.divide_no_nan(tf.ones([], tf.float64), weight.fraction)
         grads = scaled(grads, whole)
@@ -139,7 +139,7 @@ def _by_weights(weight: ReplicaWeight, target: Any, grads: list[Any]) -> list[An
 
 
 def _of_all(weight: ReplicaWeight, grads: list[Any]) -> list[Any]:
-    """Estimates of gradients -> the gradients of the global batch, which are differentiable."""
+    """Estimates of gradients -> gradients of the global batch, which are differentiable."""
 
     @tf.custom_gradient
     def exchanged(*local: Any) -> Any:
@@ -159,7 +159,7 @@ def _weighs_outputs(weight: ReplicaWeight) -> bool:
 
 
 def _are_added(weight: ReplicaWeight, target: Any) -> bool:
-    """Whether losses are values per example, or sums of them: those of replicas add up."""
+    """Whether losses are values per example, or sums of them, which add up over replicas."""
     flows = [weight.flows.of(loss) for loss in tf.nest.flatten(target) if is_symbolic(loss)]
     return bool(flows) and all(
         (flow.kind == "rows" and flow.degree != -1)
@@ -169,10 +169,11 @@ def _are_added(weight: ReplicaWeight, target: Any) -> bool:
 
 
 def _output_gradients(weight: ReplicaWeight, target: Any) -> Any:
-    """The gradients of losses with respect to themselves, where the weight belongs there.
+    """Output gradients of the losses, if the replica's weight is to be applied there.
 
-    What flows from the losses of other replicas to this one's examples has their weights. The
-    weight of this one is applied to the gradients later, and is taken out of them before.
+    Gradients that flow from other replicas' losses to this replica's examples have the weights of
+    those replicas. So this replica's weight must be applied before the gradients are computed. It
+    is removed from the gradients again, as they get it later.
     """
     if not _weighs_outputs(weight) or _are_added(weight, target):
         return None

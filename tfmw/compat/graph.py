@@ -3,8 +3,8 @@
     ancestors([loss])                      # inputs before the operations that use them
     descendants([variable.handle])         # names of the operations that use it, at any distance
 
-Users' graphs are deep, and shared parts have many paths to them. Recursion meets Python's limit,
-and the time of a walk that forgets doubles with each addition.
+Users' graphs are deep, and many paths lead to shared parts. Recursion would exceed Python's limit.
+A walk that does not remember visited nodes would take twice the time with each addition.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def ancestors(
 
     Args:
         ends: symbolic tensors of one graph, or operations, which are included.
-        stop: whether a tensor is taken as given; the operation before it is not visited through it.
+        stop: whether a tensor counts as an input; the operation before it is not visited through
+        it.
         controls: whether control inputs are followed, too.
     """
 
@@ -71,8 +72,8 @@ def descendants(tensors: Iterable[tf.Tensor]) -> set[str]:
     """Names of the operations that use some symbolic tensors, directly or not.
 
     Args:
-        tensors: such as the handle of a variable, of which an assignment in the middle of a large
-            graph has few: cheaper than `ancestors` of the assigned value.
+        tensors: for example the handle of a variable. It has few users in a large graph, so this is
+            cheaper than `ancestors` of an assigned value.
     """
 
     def users(tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
@@ -89,9 +90,10 @@ def depends_on(value: tf.Tensor, given: tf.Tensor) -> bool:
 def function_of(
     value: tf.Tensor, given: Sequence[tf.Tensor]
 ) -> Callable[[Sequence[tf.Tensor]], tf.Tensor] | None:
-    """The function of tensors of its graph that a symbolic tensor is; other graphs can call it.
+    """A symbolic tensor as a function of tensors of its graph, which other graphs can call.
 
-    None if it depends on anything else: on a variable, an input of the graph, a random number.
+    Returns None if it depends on anything else: on a variable, an input of the graph, a random
+    number.
     """
     names = [tensor.name for tensor in given]
     nodes = []
@@ -104,7 +106,7 @@ def function_of(
         inputs = [name for name in node.input if not name.startswith("^")]
         del node.input[:]
         node.input.extend(inputs)
-        node.attr.pop("_class", None)  # names an operation beside which it should be
+        node.attr.pop("_class", None)  # this attribute names an operation to be placed with
         node.device = ""
         nodes.append(node)
     graph_def = tf.compat.v1.GraphDef(node=nodes)
@@ -125,7 +127,7 @@ def is_symbolic(value: Any) -> bool:
 
 
 def static_value(tensor: tf.Tensor) -> np.ndarray | None:
-    """`tf.get_static_value`, which is recursive, of a tensor behind any number of casts."""
+    """`tf.get_static_value` without recursion, for a tensor after any number of casts."""
     casts = []
     while tensor.op.type in ("Cast", "Identity", "StopGradient"):
         casts.append(tensor.dtype.as_numpy_dtype)

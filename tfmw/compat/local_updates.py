@@ -48,12 +48,12 @@ _CROSS_REPLICA_METHODS = (
     "_overwrite_model_variables_with_average_value",
 )
 
-_LOCAL_MARK = "_tfmw_updates_locally"  # an attribute of optimizers
+_LOCAL_MARK = "_tfmw_updates_locally"  # attribute of optimizers that update locally
 
 
 @functools.cache
 def _install_local_updates() -> None:
-    """Makes TFOptimizer's methods those of the base class, for optimizers with the mark.
+    """Replaces TFOptimizer's methods by those of the base class, for optimizers with the mark.
 
     The methods are replaced in TFOptimizer and not on the optimizer, because Nadam and Muon
     override some of them and call TFOptimizer's.
@@ -88,8 +88,8 @@ def replica_local_updates(
     Args:
         optimizer: a Keras optimizer, built.
         reduced: (gradients, None allowed; their variables; this replica's weight) -> a context in
-            which the update is traced, of the gradients of the global batch and the variables
-            that this replica updates by them.
+            which the update is traced. Its value is (the gradients of the global batch, the
+            variables that this replica updates).
     """
     overrides: list[tuple[Any, str, Any]] = [
         (optimizer, "apply", _local_apply(optimizer, reduced)),
@@ -101,7 +101,7 @@ def replica_local_updates(
 
 @contextlib.contextmanager
 def local_updates(optimizer: Any) -> Iterator[None]:
-    """Makes an optimizer update the variables that it is given, and not through the strategy."""
+    """Makes an optimizer update the given variables directly, without the strategy."""
     _install_local_updates()
     overrides: list[tuple[Any, str, Any]] = []
     for each in with_inner_optimizers(optimizer):
@@ -137,12 +137,12 @@ def _local_apply(
             keras_apply(grads, trainable_variables)
             return
         grads = list(grads)
-        # Backpropagation may lose shapes, and packs hold only tensors of known shape.
+        # Backpropagation may lose shapes, and buckets hold only tensors of known shape.
         _set_shapes(grads, trainable_variables or [])
         if weight.deferred is None:
             reduce_and_update(weight, grads, trainable_variables)
         else:
-            # Which rows of sparse gradients are whose, only the graph that is compiled tells.
+            # Only the graph that is compiled shows the origins of sparse gradients' rows.
             sparse = {
                 i: row_parts(grad)
                 for i, grad in enumerate(grads)
@@ -168,7 +168,7 @@ def _local_apply(
         with reduced(grads, list(variables), weight) as (totals, updated):
 
             def update() -> tf.Tensor:
-                _set_shapes(totals, updated)  # TensorFlow's gather of rows may lose them
+                _set_shapes(totals, updated)  # TensorFlow's gather of rows may lose shapes
                 with overridden([(weight, "watches", False)]):
                     keras_apply(totals, updated)
                 return tf.constant(0)
@@ -178,7 +178,7 @@ def _local_apply(
             if weight.size_known:
                 update()
             else:
-                # At the end of the data no replica has examples: that step updates nothing.
+                # At the end of the data no replica has examples, so that step updates nothing.
                 tf.cond(weight.global_examples > 0, update, lambda: tf.constant(0))
 
     return apply
@@ -229,15 +229,16 @@ def fused_update(optimizer: Any, variables: list[Any]) -> Iterator[None]:
 def fuses(optimizer: Any, variables: list[Any]) -> bool:
     """Whether updates by `optimizer` are compiled.
 
-    Only those of Keras's own optimizers: a user's class may not compile. Only on the CPU, and with
-    one replica in the process: XLA treats all virtual devices of a process as one.
+    Updates are compiled only for Keras's own optimizers, as a user's class may not compile. They
+    are compiled only on the CPU and with one replica in the process, as XLA treats all virtual
+    devices of a process as one.
 
     Args:
         optimizer: a Keras optimizer.
         variables: the Keras variables that it updates.
 
     Raises:
-        UsageError: the environment has another value than "auto", "on" or "off".
+        UsageError: the environment variable is neither "auto", "on" nor "off".
     """
     choice = os.environ.get(FUSED_UPDATE, "auto")
     if choice not in ("auto", "on", "off"):

@@ -1,14 +1,14 @@
 """Losses: each replica's weight in the global batch, and the hooks that apply it.
 
-Keras and `tf.nn` divide losses by the number of replicas, which is right only where all replicas
-hold as many examples. tfmw follows one rule instead:
+Keras and `tf.nn` divide losses by the number of replicas, which is right only if all replicas have
+the same number of examples. tfmw follows one rule instead:
 
     Each loss that a replica computes estimates the loss of the global batch, such that the mean
     of the estimates, weighted by the replicas' numbers of examples, is that loss.
 
-A mean over the replica's examples is such an estimate as it is, and so is whatever depends on
+A mean over the replica's examples is such an estimate already, and so is a value that depends on
 weights alone. A sum over examples is one after division by the replica's weight. So losses may be
-added up, scaled, and reported wherever they are computed: by Keras, in a layer, by hand. The weight
+added, scaled and reported, wherever they are computed: by Keras, in a layer, by hand. The weight
 itself is applied once, to the loss that Keras's own `train_step` differentiates, or to the
 gradients of any other `train_step`.
 """
@@ -58,51 +58,54 @@ class ReplicaWeight:
     # Whether the size of each global batch is known before it is read. If not, a batch without
     # examples on any replica is the end of the data and updates nothing.
     size_known: bool
-    # Whether the weight is applied to the loss that is differentiated, in `optimizer.scale_loss`.
-    # If not, it is applied to the gradients.
+    # Whether the weight is applied to the loss that is differentiated, in `optimizer.scale_loss`,
+    # or else to the gradients.
     in_loss: bool
-    # Collectives: of values, sums over all replicas; of slices, those of all replicas, values and
-    # indices concatenated.
+    # Collectives. `sums` adds values over all replicas; `gather` concatenates the values and
+    # indices of all replicas' slices.
     sums: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None
     gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None
-    alone: bool = False  # sums over replicas are estimated from this replica's examples
-    updated_by: Any = None  # int32 [], the examples on the replicas that make the same update
-    # Whether the losses of other replicas depend on this one's weights and examples, as by a
+    alone: bool = False  # whether sums over replicas are estimated from this replica's examples
+    # int32 [], the number of examples on the replicas that make the same update
+    updated_by: Any = None
+    # Whether the losses of other replicas depend on this one's weights and examples, as with a
     # synchronized BatchNormalization.
     coupled: bool = False
     exchanges: Exchanges = dataclasses.field(default_factory=Exchanges)
-    # id of the handle of this process's copy -> the variable, of those that a step may assign.
+    # Variables that a step may assign: id of the handle of this process's copy -> the variable.
     assignable: dict[int, Assignable] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.updated_by is None:
             self.updated_by = self.global_examples
-        # float64 [], 0 without examples; rounded only where it meets a value of lower precision.
+        # float64 [], 0 without examples; cast only when it is combined with a value of lower
+        # precision
         self.fraction = tf.math.divide_no_nan(
             tf.cast(self.examples, tf.float64), tf.cast(self.global_examples, tf.float64)
         )
         self.flows = Dataflow(())
         self.differences = Differences()
-        self.loss_name: str | None = None  # of the loss whose values Keras reduces now
+        self.loss_name: str | None = None  # name of the loss whose values Keras reduces now
         self.loss_weighted = False  # whether the weight was applied in `weighted_loss`
         self.watches = False  # whether assignments to `assignable` are combined over replicas
-        self.gradients: list[Any] = []  # by weights, that a tape computed
+        self.gradients: list[Any] = []  # gradients by weights, which a tape computed
         self.wanted = False  # whether the step must be traced with `exchanges.gradients`
         # (Keras variable, this replica's copy, value) assigned on each replica alone
         self.own_values: list[tuple[Any, Any, Any]] = []
-        self.layer_losses: dict[int, list[tf.Tensor]] = {}  # of `add_loss`, by the layer's id
-        # While XLA compiles a step, which cannot contain collectives: (gradients, what reduces and
-        # applies them).
+        # losses of `add_loss`, by the layer's id
+        self.layer_losses: dict[int, list[tf.Tensor]] = {}
+        # While XLA compiles a step, which cannot contain collectives: (gradients, a function that
+        # reduces and applies them).
         self.deferred: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
 
     def begins(self, batch: Any) -> None:
-        """Notes the tensors that the step gets, in the graph in which it is traced."""
+        """Stores the tensors that the step gets, in the graph in which it is traced."""
         self.flows = Dataflow(batch)
         self.graph = tf.compat.v1.get_default_graph()
         self.before = {op.name for op in self.graph.get_operations()}
 
     def note(self, subject: str, value: Any) -> None:
-        """Notes a loss or metric, if replicas cannot combine it."""
+        """Records a loss or metric if replicas cannot combine it."""
         flow = self.flows.of(value)
         if flow.kind in BAD and self.wants_gradients(value):
             return
@@ -118,7 +121,7 @@ class ReplicaWeight:
     def all_sum(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over replicas; no gradient flows through (normalizers are constants).
 
-        A replica without examples adds nothing: what it computes is of a placeholder.
+        A replica without examples adds nothing: its values come from a placeholder batch.
         """
         if self.alone:
             return [tf.stop_gradient(self.estimate_of_sum(v)) for v in values]
@@ -138,25 +141,25 @@ class ReplicaWeight:
         return self.declared(estimate, local_sum)
 
     def estimate_of_scalar(self, local: Any) -> Any:
-        """A scalar -> an estimate; taken for a mean or a weight penalty if not seen to be a sum."""
+        """A scalar -> an estimate; a mean or a weight penalty, unless it is known to be a sum."""
         return self.estimate_of_sum(local) if self.reduction_of(local) == "sum" else local
 
     def reduction_of(self, value: Any) -> str | None:
-        """How a value of any shape was computed from the examples of a batch.
+        """Reduction that computed a value of any shape from the examples of a batch.
 
         Returns:
             "sum", also for a number of examples; "mean"; None if it is neither, such as a penalty
             of weights, or if there is no graph to inspect.
         """
         flow = self.flows.of(value)
-        if flow.kind == "size" and not flow.axes:  # as of constants, one for each example
+        if flow.kind == "size" and not flow.axes:  # for example of constants, one for each example
             return {None: None, 0: "mean", 1: "sum"}.get(flow.degree)
         if flow.kind != "reduced":
             return None
         return "sum" if flow.degree == 1 else "mean"
 
     def declared(self, estimate: Any, values: Any) -> Any:
-        """The estimate, known to be one from `values`."""
+        """Declares that the estimate follows from `values` like a mean."""
         flow = self.flows.of(values)
         if flow.has_pairs:
             flow = Flow("compared", origin=flow.origin)
@@ -178,7 +181,7 @@ class ReplicaWeight:
         return self.all_sum([v * tf.cast(self.fraction, v.dtype) for v in values])
 
     def total(self, value: tf.Tensor) -> tf.Tensor | None:
-        """What one process has in place of a sum or mean over this replica's examples."""
+        """Global value of a sum or mean over this replica's examples; None for other values."""
         flow = self.flows.of(value)
         if flow.kind == "fixed":
             return value
@@ -189,12 +192,12 @@ class ReplicaWeight:
         return self.means([value])[0] if value.dtype.is_floating else None
 
     def of_first_replica(self, value: tf.Tensor) -> tf.Tensor:
-        """The first replica's value, which has examples if any replica has."""
+        """The first replica's value; that replica has examples if any has."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return self.all_sum([tf.where(replica == 0, value, tf.zeros_like(value))])[0]
 
     def wants_gradients(self, value: Any) -> bool:
-        """Whether a value follows from a tape's gradients, which are not exchanged yet."""
+        """Whether a value follows from a tape's gradients that are not all-reduced yet."""
         if self.exchanges.gradients or self.alone or not self.gradients:
             return False
         if self.flows.follows(value, self.gradients):
@@ -202,7 +205,7 @@ class ReplicaWeight:
         return self.wanted
 
     def needed_exchanges(self) -> Exchanges:
-        """What the step that was traced needs: it is traced again if that is more."""
+        """Exchanges that the traced step needs; if it lacks some, it is traced again."""
         for guard in self.flows.guards:
             self.wants_gradients(guard)
         read = {
@@ -214,7 +217,7 @@ class ReplicaWeight:
         return Exchanges(self.exchanges.gradients or self.wanted, self.exchanges.variables | read)
 
 
-# Loss -> the flow of its values, where there is no graph of the step.
+# Loss -> the flow of its values, if the step has no graph.
 _traced_alone: weakref.WeakKeyDictionary[Any, Flow] = weakref.WeakKeyDictionary()
 
 # Per thread: MirroredStrategy traces each replica in a thread of its own.
@@ -222,7 +225,7 @@ _traced = threading.local()
 
 
 def current_weight() -> ReplicaWeight | None:
-    """The weight of the replica whose step this thread traces; None outside of one."""
+    """The weight of the replica whose step this thread traces; None if it traces no step."""
     return getattr(_traced, "weight", None)
 
 
@@ -270,7 +273,7 @@ def _call_loss(
     y_pred: Any,
     sample_weight: Any = None,
 ) -> Any:
-    """Notes losses that compare the examples of a batch, and other functions of whole batches."""
+    """Records losses that compare the examples of a batch, and other functions of whole batches."""
     if not tf.inside_function():
         if loss not in _traced_alone:
             with weighting_losses(None):
@@ -281,7 +284,7 @@ def _call_loss(
 
 
 def _flow_alone(loss: Any, y_true: Any, y_pred: Any) -> Flow:
-    """The flow of a loss's values, in a graph of its own: of a step that runs eagerly."""
+    """The flow of a loss's values, from a graph of its own, for a step that runs eagerly."""
     found = [Flow("unknown")]
 
     @tf.function(autograph=False)
@@ -291,7 +294,7 @@ def _flow_alone(loss: Any, y_true: Any, y_pred: Any) -> Flow:
     def spec(tensor: Any) -> tf.TensorSpec:
         return tf.TensorSpec([None, *tensor.shape[1:]], loss.dtype)
 
-    with contextlib.suppress(Exception):  # a user's function may need values
+    with contextlib.suppress(Exception):  # a user's function may need concrete values
         traced.get_concrete_function(*tf.nest.map_structure(spec, (y_true, y_pred)))
     return found[-1]
 
@@ -312,7 +315,7 @@ def _apply_mask(
     dtype: Any,
     reduction: Any,
 ) -> Any:
-    """Weights of values that are masked: the masks of all replicas are counted.
+    """Weights of masked values, based on the masks of all replicas.
 
     Keras divides by the valid entries of this replica; one process divides by those of the global
     batch. Both counts are summed over replicas, and the ratio is corrected.
@@ -325,7 +328,7 @@ def _apply_mask(
     all_entries, all_valid = weight.all_sum([entries, valid])
     ratio = tf.math.divide_no_nan(all_entries * valid, all_valid * entries)
     out = weights * tf.cast(ratio, weights.dtype)
-    # Keras has divided by the number of valid entries; the ratio makes it that of the batch.
+    # Keras has divided by the number of valid entries; the ratio corrects it to that of the batch.
     weight.flows.declare(out, weight.flows.of(mask))
     return out
 
@@ -337,7 +340,7 @@ def _reduce_values(
     sample_weight: Any = None,
     reduction: str | None = "sum_over_batch_size",
 ) -> Any:
-    """A reduction of the values per example: an estimate of that of the global batch."""
+    """Reduces the values per example to an estimate of the reduction over the global batch."""
     loss = keras_reduce(values, sample_weight, reduction)
     if reduction in (None, "none"):
         return loss
@@ -360,7 +363,7 @@ def _reduce_values(
 def _aggregate_additional_loss(
     weight: ReplicaWeight, keras_aggregate: Any, trainer: Any, loss: Any
 ) -> Any:
-    """Keras adds up the losses of `add_loss`, and of a loss per example all its values."""
+    """Adds up the losses of `add_loss` as Keras does, and all values of a loss per example."""
     summed = BaseTrainer._aggregate_additional_loss(trainer, loss)
     if is_symbolic(loss):
         per_example = weight.flows.of(loss).kind == "rows"
@@ -390,7 +393,7 @@ def _with_own_losses(
 def _by_example(
     weight: ReplicaWeight, function: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
-    """Calls a function of (anything, a tensor, ...) whose result follows from examples as that."""
+    """Calls a function whose result has the flow of the second argument, a tensor."""
     out = function(*arguments, **named)
     before = tf.nest.flatten(arguments[1:2], expand_composites=True)
     if len(before) == 1:
@@ -401,7 +404,7 @@ def _by_example(
 def _sparse_lookup(
     weight: ReplicaWeight, lookup: Any, params: Any, sp_ids: Any, *arguments: Any, **named: Any
 ) -> Any:
-    """One row for each example, though `tf.nn.embedding_lookup_sparse` looks up distinct ids."""
+    """Declares a row per example for `tf.nn.embedding_lookup_sparse`, which looks up unique ids."""
     out = lookup(params, sp_ids, *arguments, **named)
     parts = tf.nest.flatten([sp_ids, arguments, named], expand_composites=True)
     flows = [weight.flows.of(part) for part in parts if tf.is_tensor(part)]
@@ -411,7 +414,7 @@ def _sparse_lookup(
 
 
 def _segment_ids(weight: ReplicaWeight, function: Any, splits: Any, *a: Any, **k: Any) -> Any:
-    """The row of each value of a ragged tensor."""
+    """Row of each value of a ragged tensor."""
     out = function(splits, *a, **k)
     if tag_of(weight.flows.of(splits).label(0)) == "splits":
         weight.flows.declare(out, Flow("rows", ((0, EXAMPLES),)))
@@ -431,9 +434,9 @@ def _batch_jacobian(
 def _moments(weight: ReplicaWeight, keras_moments: Any, layer: Any, inputs: Any, mask: Any) -> Any:
     """The moments of a synchronized BatchNormalization.
 
-    With a mask, Keras's layer computes the moments of what it finds in its own replica. Here they
-    are those of the valid entries of the global batch, as in one process. A replica without
-    examples computes on a copy of one, which has no part in the moments, nor in their gradients.
+    With a mask, Keras's layer computes the moments of its own replica. Here they are those of the
+    valid entries of the global batch, as in one process. A replica without examples computes with a
+    copy of one example, which affects neither the moments nor their gradients.
     """
     if not layer.synchronized or (mask is None and not weight.uneven):
         return keras_moments(layer, inputs, mask)
@@ -461,7 +464,7 @@ def _moments(weight: ReplicaWeight, keras_moments: Any, layer: Any, inputs: Any,
 def _update_mean(
     weight: ReplicaWeight, keras_update: Any, metric: Any, values: Any, sample_weight: Any = None
 ) -> Any:
-    """A scalar is the mean of a batch, and the batch counts once: a replica, as its fraction."""
+    """Updates a mean; a scalar counts as the mean of a batch, weighted by the fraction."""
     if is_symbolic(values):
         weight.note(f"the metric {metric.name}", values)
     if sample_weight is None:
@@ -476,7 +479,7 @@ def _update_mean(
 def _update_sum(
     weight: ReplicaWeight, keras_update: Any, metric: Any, values: Any, sample_weight: Any = None
 ) -> Any:
-    """Sums of replicas add up; means of replicas do when weighted by their fractions."""
+    """Updates a sum: replicas' sums are added, and their means weighted by their fractions."""
     if weight.reduction_of(values) == "mean":
         values = values * tf.cast(weight.fraction, values.dtype)
     return keras_update(metric, values, sample_weight)
@@ -523,7 +526,7 @@ _HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     (Trainer, "_aggregate_additional_loss", _aggregate_additional_loss),
     # The methods of layers that read or write their list of losses.
     *[(keras.Layer, n, _with_own_losses) for n in ("add_loss", "_get_own_losses", "_clear_losses")],
-    # What these do with the examples of a replica's part of the batch is documented.
+    # The documentation describes how these layers use the examples of one replica.
     (keras.layers.BatchNormalization, "call", _by_example),
     (keras.layers.TextVectorization, "call", _by_example),
     (_ImageLayer, "call", _by_example),
@@ -541,7 +544,7 @@ _HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     *[(tf.nn, name, _sparse_lookup) for name in _SPARSE_LOOKUPS],
     *assigned_weights.HOOKS,
 ]
-"""(owner, name of a function, what replaces it: see `_hooked`)."""
+"""(owner, name of a function, its replacement; see `_hooked`)."""
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [

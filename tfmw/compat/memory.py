@@ -15,14 +15,14 @@ import tensorflow as tf
 
 from tfmw.compat.parameter_servers import RemoteRows
 
-# By the buffer protocol.
+# types with the buffer protocol
 _VIEWED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64, tf.uint8, tf.bool)
 
 
 def view_of(tensor: tf.Tensor) -> np.ndarray:
-    """The values of an eager tensor: read-only, in its own memory where that can be.
+    """The values of an eager tensor: read-only, in its own memory if possible.
 
-    `tensor.numpy()` copies.
+    In contrast, `tensor.numpy()` copies.
     """
     if tensor.dtype in _VIEWED and "CPU" in tensor.device:
         return np.asarray(memoryview(tensor))
@@ -30,7 +30,7 @@ def view_of(tensor: tf.Tensor) -> np.ndarray:
 
 
 def new_tensor(shape: Sequence[int], dtype: tf.DType) -> tuple[np.ndarray, tf.Tensor]:
-    """An uninitialized tensor in memory that TensorFlow allocates, and an array to fill it by.
+    """An uninitialized tensor in memory that TensorFlow allocates, and an array to fill it.
 
     The array is valid as long as the tensor.
     """
@@ -67,5 +67,5 @@ def is_freed(variable: Any) -> bool:
     """Whether the first copy has no value of its shape."""
     first = copies_of(variable)[0]
     if isinstance(first, RemoteRows) or not hasattr(first, "handle"):
-        return False  # rows elsewhere are never read to see whether they are there
+        return False  # tables on servers are never read to find out whether they have values
     return bool(first.shape.num_elements()) and not int(tf.size(first))

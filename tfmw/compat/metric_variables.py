@@ -1,12 +1,12 @@
-"""Variables that steps assign to: how replicas' values of them are combined.
+"""Variables that steps assign, and the combination of the replicas' values.
 
-In one process a batch is added to a variable once. Here each replica adds its own part:
+In one process a batch is added to a variable once. Here each replica adds its own shard:
 
-* A metric of a user's own adds up over replicas. Sums over examples are right as they are. What
-  one process adds once for a batch, its mean or the number 1, is multiplied by the replica's
-  fraction of the batch.
-* A variable of a layer is averaged over replicas, by their numbers of examples. Means are right as
-  they are. A sum over a replica's examples is made an estimate of that over the batch.
+* A metric of a user's own adds up over replicas. Sums over examples are right already. One process
+  adds some values once per batch, such as its mean or the number 1. Here they are multiplied by the
+  replica's fraction of the batch.
+* A variable of a layer is averaged over replicas, by their numbers of examples. Means are right
+  already. A sum over a replica's examples is scaled to an estimate of the sum over the batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def metric_variables(model: keras.Model) -> list[Any]:
 
 
 def assign_flat(variables: Iterable[tf.Variable], values: np.ndarray) -> None:
-    """Assigns a row of values, [elements of all variables], to variables one after the other."""
+    """Assigns one flat array to variables, one after the other."""
     start = 0
     for variable in variables:
         part = values[start : start + variable.shape.num_elements()]
@@ -55,7 +55,7 @@ def assign_flat(variables: Iterable[tf.Variable], values: np.ndarray) -> None:
 
 
 def combination(variable: Any, value: Any) -> str | None:
-    """How values of several replicas are combined, according to a step's update of the variable.
+    """Combination of the values of several replicas, derived from the update in a step.
 
     Args:
         variable: a Keras variable.
@@ -68,7 +68,7 @@ def combination(variable: Any, value: Any) -> str | None:
     if not is_symbolic(value):
         return "sum"  # eager: there is no graph to inspect
     reading = reading_operations(variable, value)
-    kinds: dict[str, str | None] = {}  # of the operations that read the variable
+    kinds: dict[str, str | None] = {}  # kind of update of each operation that reads the variable
     for op in ancestors([value], stop=lambda t: t.op.name not in reading):
         kinds[op.name] = _update_kind(op, [kinds.get(t.op.name) for t in op.inputs], reading)
     return kinds.get(value.op.name)
@@ -107,7 +107,7 @@ def recorded_assignments(
 
     Args:
         seen: list to which each variable is added once.
-        note: called with (variable, value) at each assignment; returns what is assigned.
+        note: called with (variable, value) at each assignment; returns the value to assign.
     """
     cls = keras.Variable
     keras_direct_assign = cls._direct_assign
@@ -133,8 +133,8 @@ def increment_kind(value: Any, weight: ReplicaWeight) -> str:
     """The kind of an increment of a variable, of any shape.
 
     Returns:
-        "sum" of its examples, or a number of them; "once": a mean over its examples, or a value
-        that does not depend on them; "unknown" for any other value.
+        "sum": a sum over its examples, or their number; "once": a mean over its examples, or a
+        value that does not depend on them; "unknown" for any other value.
     """
     if not is_symbolic(value):
         return "unknown"
@@ -145,7 +145,7 @@ def increment_kind(value: Any, weight: ReplicaWeight) -> str:
 
 
 def note_metric_update(variable: Any, value: Any) -> None:
-    """Notes an assignment to a variable of a metric, within its `update_state`."""
+    """Records an assignment to a variable of a metric, within its `update_state`."""
     updates = getattr(_collecting, "updates", None)
     if updates is not None:
         updates.append((variable, value))
@@ -177,7 +177,7 @@ def _counted_once(metric: Any) -> Callable[..., Any]:
 
 
 def _correct(metric: Any, updates: list[tuple[Any, Any]], weight: ReplicaWeight) -> None:
-    """Takes back what replicas add too much; of what is unknown, nothing, but it is noted."""
+    """Removes the surplus that replicas add together; records updates that it cannot correct."""
     kinds, once = set(), []
     for variable, value in updates:
         if combination(variable, value) != "sum":
@@ -189,7 +189,7 @@ def _correct(metric: Any, updates: list[tuple[Any, Any]], weight: ReplicaWeight)
             weight.note(f"the metric {metric.name}", added)
         if kind == "once" and added is not None and added.dtype.is_floating:
             once.append((variable, added))
-        elif kind == "once":  # an integer: no part of it can be added
+        elif kind == "once":  # an integer, of which no fraction can be added
             kind = "unknown"
         kinds.add(kind)
     if "unknown" in kinds:

@@ -1,4 +1,4 @@
-"""Models, layers and variables: their parts, how they are built, what a user's class overrides."""
+"""Models, layers and variables: their parts, their building, methods that a user overrides."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from tfmw.compat.optimizers import optimizers_of, with_inner_optimizers
 
 
 def is_model(candidate: Any) -> bool:
-    """Whether it can be trained: a `keras.Model`, or any layer that is one of Keras's trainers."""
+    """Whether an object can be trained: a `keras.Model`, or any layer that is a Keras trainer."""
     return isinstance(candidate, Trainer)
 
 
 def compiled_parts(model: keras.Model) -> list[Any]:
-    """The objects that a call to `compile` replaces; None where it was never called."""
-    optimizer = getattr(model, "optimizer", None)  # an attribute from the first `compile` on
+    """The objects that a call to `compile` replaces; None if it was never called."""
+    # the attribute exists from the first `compile` on
+    optimizer = getattr(model, "optimizer", None)
     return [optimizer, model._compile_loss, model._compile_metrics]
 
 
@@ -37,7 +38,7 @@ class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weigh
 # Keras's name of the generator of draws without a seed. 3.8 has the same value, without a constant.
 _UNSEEDED = getattr(seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
 
-_UNUSED = "_self_tfmw_unused"  # an attribute of models: parts that `build_all` has left unbuilt
+_UNUSED = "_self_tfmw_unused"  # attribute of models: parts that `build_all` has left unbuilt
 
 
 def layers_of(model: keras.Model) -> list[Any]:
@@ -52,7 +53,7 @@ def seed_generators_of(model: keras.Model) -> list[Any]:
 
 @contextlib.contextmanager
 def unseeded_generator() -> Iterator[None]:
-    """Within this context Keras's generator of draws without a seed exists.
+    """Ensures in this context that Keras's generator of draws without a seed exists.
 
     Keras creates it at the first draw, which in a traced step would be on a replica. Without a draw
     nothing has changed at the end; creating it draws from Python's generator.
@@ -66,7 +67,8 @@ def unseeded_generator() -> Iterator[None]:
     try:
         yield
     finally:
-        if state.numpy()[1] == 0:  # draws so far; the seed before it may have become the chief's
+        # number of draws so far; the seed before it may be the chief's now
+        if state.numpy()[1] == 0:
             global_state.set_global_attribute(_UNSEEDED, None)
         else:
             seed_generator.make_default_seed()
@@ -79,7 +81,7 @@ def unseeded_state() -> Any | None:
 
 
 def with_unseeded_generator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` for other threads, as of replicas: Keras has one generator for each thread."""
+    """Wraps `function` for other threads, such as replicas': Keras has one generator per thread."""
     generator = global_state.get_global_attribute(_UNSEEDED)
 
     def call(*arguments: Any) -> Any:
@@ -90,7 +92,7 @@ def with_unseeded_generator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def set_unseeded_state(value: list[int] | None) -> None:
-    """Sets Keras's generator of draws without a seed; None if it does not exist."""
+    """Sets Keras's generator of draws without a seed; None removes it."""
     if value is not None:
         seed_generator.global_seed_generator().state.assign(value)
 
@@ -123,7 +125,7 @@ def lifted_variable(value: float) -> tf.Variable:
 
 @contextlib.contextmanager
 def substituted(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Within this context each Keras variable holds another object than its own `tf.Variable`.
+    """Substitutes other objects for the `tf.Variable`s of Keras variables in this context.
 
     Args:
         pairs: (Keras variable, the object that it holds).
@@ -133,7 +135,7 @@ def substituted(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 
 def keep_message(error: Exception) -> None:
-    """Makes Keras raise an error as it is; otherwise it adds a layer's arguments to the message."""
+    """Makes Keras raise an error unchanged, without a layer's arguments in its message."""
     error._keras_call_info_injected = True  # type: ignore[attr-defined]
 
 
@@ -147,14 +149,14 @@ def build_all(model: keras.Model, spec: Any) -> None:
     """Creates every variable of the model, its losses, metrics and optimizer.
 
     Args:
-        spec: structure of tf.TensorSpec, of one batch (x, y, sample weights).
+        spec: structure of tf.TensorSpec for one batch (x, y, sample weights).
     """
     own_step = overrides_step(model, "train_step")
     _, *compiled = compiled_parts(model)
     if own_step:
-        # Only the step knows the inputs of the model: a batch (anchor, positive, negative), for
-        # example, has three inputs, which Keras takes for x, y and sample weights. And it alone
-        # knows which optimizers it uses, for which variables.
+        # Only the step knows the inputs of the model. A batch (anchor, positive, negative), for
+        # example, has three inputs, which Keras takes for x, y and sample weights. Only the step
+        # knows, too, which optimizers it uses for which variables.
         optimizer = model.optimizer
         alone = _unbuilt(model) == [optimizer] and optimizers_of(model) == [optimizer]
         if alone and _updates_its_weights_only(model):
@@ -170,22 +172,23 @@ def build_all(model: keras.Model, spec: Any) -> None:
             if not own_step:
                 if isinstance(error, ValueError):
                     raise
-                _trace_step(model, spec)  # it may need TensorFlow's tensors
+                _trace_step(model, spec)  # the step may need TensorFlow's tensors
     if not own_step and model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     vars(model)[_UNUSED] = _unbuilt(model)
 
 
 def _updates_its_weights_only(model: keras.Model) -> bool:
-    """Whether the user's class takes `optimizer`, and variables from nowhere but its attributes.
+    """Whether the user's step takes only `optimizer` and its attributes' variables.
 
-    So its methods name modules, classes and numbers, but no variable, layer or function.
+    Its methods then name modules, classes and numbers, but no variable, layer or function.
     """
     takes_optimizer = False
     for owner in type(model).__mro__:
         if owner.__module__.startswith(("keras.", "tensorflow.")):
             continue
-        members = (getattr(m, "fget", m) for m in vars(owner).values())  # of properties, too
+        # methods of properties, too
+        members = (getattr(m, "fget", m) for m in vars(owner).values())
         for method in filter(inspect.isfunction, members):
             names = inspect.getclosurevars(method)
             takes_optimizer |= "optimizer" in names.unbound  # names of attributes are among these
@@ -198,8 +201,8 @@ def _updates_its_weights_only(model: keras.Model) -> bool:
 def _trace_step(model: keras.Model, spec: Any) -> None:
     """Traces a training step without running it.
 
-    If the step applies gradients in parts, the compiled optimizer is built for all weights, as by
-    Keras. No gradient is applied: this process may hold no weight that can be updated here.
+    If the step applies gradients in parts, the compiled optimizer is built for all weights, as
+    Keras does. No gradient is applied: this process may hold no weight that can be updated here.
     """
     optimizer = model.optimizer
     traced = False
@@ -242,7 +245,7 @@ def build_for_inputs(model: keras.Model, spec: Any) -> None:
 
 
 def settable_learning_rate(optimizer: Any) -> float | None:
-    """The learning rate variable if callbacks may set it; None with a schedule or several rates."""
+    """The learning rate variable if callbacks may set it; None for a schedule or several rates."""
     if getattr(optimizer, "_inner_optimizers", None):
         return None  # a MultiOptimizer's own rate has no effect
     inner = getattr(optimizer, "inner_optimizer", None) or optimizer
@@ -251,8 +254,8 @@ def settable_learning_rate(optimizer: Any) -> float | None:
 
 
 def limits_for_debugging() -> tuple[int | None, int | None]:
-    """The most epochs, and the most steps of an epoch, that the user set in `keras.config`."""
-    names = ("max_epochs", "max_steps_per_epoch")  # since Keras 3.11
+    """The limits of epochs and of steps per epoch that the user set in `keras.config`."""
+    names = ("max_epochs", "max_steps_per_epoch")  # available since Keras 3.11
     epochs, steps = (getattr(keras.config, name, lambda: None)() for name in names)
     return epochs, steps
 
@@ -284,7 +287,7 @@ def event_writers(tensorboard: keras.callbacks.TensorBoard) -> list[Any]:
 
 
 def requested_initial_epoch(model: keras.Model) -> int | None:
-    """The epoch from which Keras's BackupAndRestore resumes; None without one."""
+    """The epoch from which Keras's BackupAndRestore resumes; None if it was not used."""
     return model._initial_epoch
 
 

@@ -27,14 +27,14 @@ def backend_module(name: str) -> Any:
 
 _trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
 Trainer: Any = getattr(_trainer, "TensorFlowTrainer", None) or _trainer.Trainer
-"""The base class of models with Keras's own steps and `fit`; renamed in Keras 3.16, as the next."""
+"""The base class of models with Keras's own steps and `fit`; renamed in Keras 3.16."""
 
 _base_trainer = importlib.import_module("keras.src.trainers.trainer")
 BaseTrainer: Any = getattr(_base_trainer, "BaseTrainer", None) or _base_trainer.Trainer
-"""The base class of all backends' trainers."""
+"""The base class of all backends' trainers; renamed in Keras 3.16."""
 
 
-_ABSENT = object()  # of an attribute that an object does not have itself
+_ABSENT = object()  # marks an attribute that the object itself does not have
 
 
 @contextlib.contextmanager
@@ -54,18 +54,18 @@ def overridden(overrides: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def contains(each: Any, objects: Iterable[Any]) -> bool:
-    """Whether an object itself is among others: `==` compares the values of variables."""
+    """Whether an object itself is among others; `==` would compare the values of variables."""
     return any(each is other for other in objects)
 
 
 def unique(objects: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:
-    """The objects, each once and in their order, but those `without`."""
+    """The objects without repetitions, in their order, except those in `without`."""
     skip = {id(each) for each in without}
     return list({id(each): each for each in objects if id(each) not in skip}.values())
 
 
 def held_by(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (attribute, value) of what a user's object holds, in order.
+    """Yields (attribute, value) of the members of a user's object, in order.
 
     Members of (nested) lists, tuples, dicts and plain objects have the name of the attribute.
     """
@@ -89,17 +89,17 @@ def held_by(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(owner: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """(name, value), the last first."""
+    """(name, value) of the attributes, in reverse order."""
     return [(prefix + name, value) for name, value in reversed(_own_state(owner).items())]
 
 
 def _own_state(owner: Any) -> dict[str, Any]:
-    """Attributes, without those of TensorFlow."""
+    """Attributes of the object, without those of TensorFlow."""
     return {k: v for k, v in vars(owner).items() if not k.startswith("_self_")}
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an object is of a user's class that is no optimizer, variable, layer or function."""
+    """Whether an object is of a user's class, and no optimizer, variable, layer or function."""
     if isinstance(value, keras.optimizers.Optimizer | keras.Variable | tf.Variable):
         return False
     # A type of an extension module, such as SWIG's, may have no module.
@@ -111,9 +111,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def reduced(part: Any) -> tuple[Any, ...] | None:
-    """How pickle rebuilds one of Keras's objects that it does not support; None for other objects.
+    """Recipe for pickle to rebuild a Keras object that it does not support; None for other objects.
 
-    A value of `object.__reduce_ex__`.
+    The result has the form of `object.__reduce_ex__`.
     """
     if isinstance(part, keras.Variable):  # its tf.Variable cannot be pickled
         dropped = ("_value", "_initializer")
@@ -126,13 +126,13 @@ def reduced(part: Any) -> tuple[Any, ...] | None:
         base = next(b for b in (list, dict, set) if isinstance(part, b))
         return _blank, (type(part),), (vars(part), base(part)), None, None, _fill_collection
     if isinstance(part, backend_utils.DynamicBackend):
-        # Of a preprocessing layer. On a blank one `__getattr__` would recurse endlessly.
+        # A preprocessing layer. On a blank one `__getattr__` would recurse endlessly.
         return type(part), (vars(part)["_backend"],)
     return None
 
 
 def saveable_state(part: Any) -> dict[str, Any]:
-    """Attributes of a layer, model or the like, without compiled functions."""
+    """Attributes of a layer, model or similar object, without compiled functions."""
     left_out = ("train_function", "test_function", "predict_function", "history")
     return {k: None if k in left_out else v for k, v in _own_state(part).items()}
 
@@ -157,7 +157,7 @@ def _blank(cls: type, is_functional: bool = False) -> Any:
 
 
 def _fill(part: Any, state: dict[str, Any]) -> None:
-    # Not by __setattr__, which would track objects twice.
+    # `__setattr__` would track objects twice.
     vars(part).update(state)
 
 

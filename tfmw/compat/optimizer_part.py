@@ -1,13 +1,13 @@
-"""The part of an optimizer's state that one worker keeps if workers shard the update.
+"""The shard of an optimizer's state that one worker keeps if workers shard the update.
 
     part = OptimizerPart(optimizer, own={0: slice(0, 50), 2: None}, sharded={0, 1, 2})
-    part.take()                        # slots of other workers' parts are freed here
-    with part.in_place():              # while a step is traced
+    part.take() # frees the slots of other workers' shards with part.in_place(): # while a step is
+    traced
         optimizer.apply(grads_of_parts, variables)
 
 The optimizer stays the user's own object, with its counters, learning rate, decay and clipping.
-While an update is traced, its variables hold `tf.Variable`s of the worker's part only, and it knows
-of no others. In between they are its ordinary ones, whose slots are empty until `put` fills them.
+While an update is traced, its variables hold `tf.Variable`s of the worker's shard only, and it has
+no others. In between it has its ordinary variables, whose slots are empty until `put` fills them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from tfmw.compat.optimizers import (
 )
 from tfmw.errors import UsageError
 
-_PUT = "_self_tfmw_put"  # an attribute of slots; so called, no step is traced anew for it
+_PUT = "_self_tfmw_put"  # attribute of slots; because of the prefix, no step is traced anew for it
 _AVERAGES = "_model_variables_moving_average"
 
 
 @contextlib.contextmanager
 def all_gradients_known(optimizer: Any, finite: Any, norm: Any) -> Iterator[None]:
-    """Gives the optimizer the facts that it would compute of all gradients.
+    """Gives the optimizer the values that it would compute from all gradients.
 
     Args:
-        finite: bool [], whether all are, or None where it does not ask.
-        norm: float [], of all of them after unscaling, or None where it does not ask.
+        finite: bool [], whether all gradients are finite; None if the optimizer does not check it.
+        norm: float [], global norm after unscaling; None if the optimizer does not use it.
     """
     overrides: list[tuple[Any, str, Any]] = []
     if finite is not None:
@@ -52,7 +52,8 @@ def all_gradients_known(optimizer: Any, finite: Any, norm: Any) -> Iterator[None
         clipnorm = inner.global_clipnorm
 
         def clip(grads: list[Any]) -> list[Any]:
-            # As keras.src.optimizers.base_optimizer.clip_by_global_norm, NaN for what isn't finite.
+            # Formula of keras.src.optimizers.base_optimizer.clip_by_global_norm; NaN if the norm
+            # isn't finite.
             scale = clipnorm * tf.minimum(1.0 / norm, 1.0 / clipnorm) + (norm - norm)
             return [g if g is None else g * tf.cast(scale, g.dtype) for g in grads]
 
@@ -62,19 +63,20 @@ def all_gradients_known(optimizer: Any, finite: Any, norm: Any) -> Iterator[None
 
 
 class OptimizerPart:
-    """This worker's part of the variables that an optimizer updates, and of their slots.
+    """This worker's shard of the variables that an optimizer updates, and of their slots.
 
     Args:
-        optimizer: built.
+        optimizer: a built optimizer.
         own: index of a variable -> the elements that this worker updates, in a flat form; None for
             the whole variable.
-        sharded: indices of the variables that some worker updates. Each worker updates the others.
-        replica: of this process's, which of them has the part.
+        sharded: indices of the variables whose update is sharded. Every worker updates the others.
+        replica: the local index of the replica that has the shard.
 
     Attributes:
-        slots: (name, Keras variables in the order of the optimizer's variables; None for none).
+        slots: (name, Keras variables in the order of the optimizer's variables; None if a variable
+        has no slot).
 
-    It begins with what `take` takes.
+    The constructor calls `take`.
     """
 
     def __init__(
@@ -100,7 +102,8 @@ class OptimizerPart:
         return copies[self._replica] if len(copies) > 1 else copies[0]
 
     def _new_part(self, variable: Any, value: Any) -> tf.Variable:
-        # A `tf.Variable` would be the strategy's, and all workers would get the chief's value.
+        # A plain `tf.Variable` would be the strategy's, and all workers would get the chief's
+        # value.
         with tf.device(self._copy(variable).device or "cpu:0"):
             return _resource_variables.ResourceVariable(
                 value, trainable=False, name=variable.name.split(":")[0]
@@ -113,10 +116,11 @@ class OptimizerPart:
     # ------------------------------------------------------------ values
 
     def take(self) -> None:
-        """This worker's part of all slots; the optimizer's own variables are freed."""
-        # One name after the other: all slots twice would be the most memory of a run. The parts of
-        # one wait outside of TensorFlow's memory until all its slots are freed. Then they lie side
-        # by side, and what is free beside them is large enough for gradients.
+        """Copies this worker's shard of all slots, and frees the optimizer's own variables."""
+        # One kind of slot after the other: two copies of all slots would be the peak memory of a
+        # run. The shards of a kind wait outside of TensorFlow's memory until all its slots are
+        # freed. Then they are adjacent, and the free memory beside them is large enough for
+        # gradients.
         for name, slots in self.slots:
             parts: dict[int, np.ndarray] = {}
             for i in self._sharded:
@@ -134,27 +138,27 @@ class OptimizerPart:
                     self._slot_parts[name, i] = self._new_part(slots[i], value)
 
     def refresh(self) -> None:
-        """This worker's part of the weights, as the model has them now."""
+        """Copies this worker's shard of the weights from the model."""
         for i, part in self._weight_parts.items():
             memory.fill(part, self._part_of(i, self._variables[i]))
 
     def free_weights(self) -> None:
-        """Frees the parts of the weights, until `refresh`."""
+        """Frees the shards of the weights, until `refresh`."""
         for part in self._weight_parts.values():
             memory.free(part)
 
     def free_slot(self, name: str, index: int) -> None:
-        """Frees the part of a slot, where there is one, until `take`."""
+        """Frees the shard of a slot, if there is one, until `take`."""
         part = self._slot_parts.get((name, index))
         if part is not None:
             memory.free(part)
 
     def weight(self, index: int) -> tf.Tensor:
-        """[m], the part of a variable."""
+        """[m], the shard of a variable."""
         return tf.reshape(self._weight_parts[index].read_value(), [-1])
 
     def slot(self, name: str, index: int) -> np.ndarray:
-        """uint8 [n], the bytes of a slot's part; none where there is no such slot."""
+        """uint8 [n], the bytes of a slot's shard; empty if the slot does not exist."""
         part = self._slot_parts.get((name, index))
         if part is None:
             return np.zeros([0], np.uint8)
@@ -172,14 +176,14 @@ class OptimizerPart:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within this context the optimizer has this worker's part alone."""
+        """Gives the optimizer this worker's shard alone, in this context."""
         kept = [i for i in range(len(self._variables)) if i in self._own or i not in self._sharded]
         overrides: list[tuple[Any, str, Any]] = []
         for each in with_inner_optimizers(self._optimizer):
             overrides.append((each, "_trainable_variables", [self._variables[i] for i in kept]))
             for name, slots in slot_lists(each):
                 here = [slots[i] if i in kept else None for i in range(len(slots))]
-                # Keras takes averages and variables in pairs, and all others by index.
+                # Keras pairs averages with variables, and looks up all other slots by index.
                 overrides.append(
                     (each, name, [slots[i] for i in kept] if name == _AVERAGES else here)
                 )
@@ -194,12 +198,12 @@ class OptimizerPart:
 
 
 def bytes_of(slot: Any) -> int:
-    """The bytes of a whole slot."""
+    """Size of a whole slot in bytes."""
     return int(slot._value.shape.num_elements() * slot._value.dtype.size)
 
 
 def put(slot: Any, values: tf.Tensor) -> None:
-    """Gives a freed slot a value again.
+    """Assigns a value to a freed slot.
 
     Args:
         values: uint8 [n], the bytes of all its elements.
@@ -211,7 +215,7 @@ def put(slot: Any, values: tf.Tensor) -> None:
 
 
 def was_put(variable: Any) -> bool:
-    """Whether a variable has what `put` gave it, until the next steps empty it."""
+    """Whether a variable has the value of `put`, until the next steps empty it."""
     return _PUT in vars(variable)
 
 
@@ -222,7 +226,7 @@ def empty(slot: Any) -> None:
 
 
 def refuse_empty(optimizer: Any) -> None:
-    """Raises UsageError where the state of the optimizer is not there."""
+    """Raises UsageError if the state of the optimizer is freed."""
     for _, slots in _state_of(optimizer):
         if any(slot is not None and memory.is_freed(slot._value) for slot in slots):
             raise UsageError(
@@ -233,7 +237,7 @@ def refuse_empty(optimizer: Any) -> None:
 
 
 def _state_of(optimizer: Any) -> list[tuple[str, list[Any]]]:
-    """Slots that have state: Adafactor keeps lists with variables that nobody uses."""
+    """Slots that have state: Adafactor also keeps lists of unused variables."""
     tracked = {id(v) for v in optimizer.variables}
     return [
         (name, [slot if id(slot) in tracked else None for slot in slots])

@@ -1,4 +1,4 @@
-"""What is known of optimizers: those of a model, their slots, and what an update looks at."""
+"""Optimizers of a model, their slots, and the inputs of an update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfmw.compat.objects import held_by, overridden, unique
 def optimizers_of(model: keras.Model) -> list[Any]:
     """The outermost optimizers that the model and its layers hold, the compiled one first."""
     held = [getattr(model, "optimizer", None)]
-    for layer in model._flatten_layers():  # the model first
+    for layer in model._flatten_layers():  # the model itself comes first
         if type(layer).__module__.startswith("keras.") and layer is not model:
             held += vars(layer).values()  # lists and other objects of these are Keras's own
         else:
@@ -24,7 +24,7 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 
 
 def with_inner_optimizers(*outer: Any) -> Iterator[Any]:
-    """Optimizers, each before those inside it: of a LossScaleOptimizer or a MultiOptimizer."""
+    """Yields optimizers, each before the inner ones of a LossScaleOptimizer or a MultiOptimizer."""
     for optimizer in outer:
         yield optimizer
         wrapped = getattr(optimizer, "inner_optimizer", None)
@@ -38,7 +38,7 @@ def variables_of(optimizer: Any) -> list[Any]:
 
 
 def slot_lists(optimizer: Any) -> list[tuple[str, list[Any]]]:
-    """(name, the optimizer's own variables that go with those that it updates; None for none).
+    """(name, slots in the order of the updated variables; None if a variable has no slot).
 
     Keras keeps slots in lists as long as the list of variables, under names of their own.
     """
@@ -65,7 +65,7 @@ def optimizer_slots(optimizer: Any) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def stable_variable_keys(outer: Iterable[Any], variables: list[Any]) -> Iterator[None]:
-    """Keeps optimizers' variable-to-slot maps valid while other tf.Variables are substituted."""
+    """Keeps the variable-to-slot maps of optimizers valid while tf.Variables are substituted."""
     overrides: list[tuple[Any, str, Any]] = []
     for each in with_inner_optimizers(*outer):
         keys = {id(v): each._var_key(v) for v in variables}
@@ -102,8 +102,10 @@ _BY_ELEMENT = (
     keras.optimizers.Nadam,
     keras.optimizers.Lion,
 )
-"""Keras's optimizers that update each element of a variable by its own gradient and slots, with
-operations that round alike wherever in an array an element is."""
+"""Keras's optimizers that update each element of a variable by its own gradient and slots.
+
+Their operations round equally at any place of an array.
+"""
 
 _BY_ELEMENT_COMPILED = (
     *_BY_ELEMENT,
@@ -111,19 +113,21 @@ _BY_ELEMENT_COMPILED = (
     keras.optimizers.Adagrad,
     keras.optimizers.Adadelta,
 )
-"""Those of which that holds where XLA compiles the update. Elsewhere TensorFlow divides by a square
-root, with another rounding for the last few elements of an array than for the others; Ftrl's power
-may differ so in both."""
+"""Optimizers that update each element alone only if XLA compiles the update.
+
+Without XLA, TensorFlow divides by a square root, and rounds the last few elements of an array
+differently. Ftrl's power may differ so in both.
+"""
 
 _OWN_UPDATE = {"update_step", "get_config", "from_config"}
-"""Methods that a user's optimizer may have of its own."""
+"""Methods that a user's optimizer may define."""
 
 
 def refuses_parts(optimizer: Any) -> str | None:
-    """Why an optimizer must see all variables at once; None where it need not.
+    """Reason why an optimizer must see all variables at once; None if it need not.
 
     Args:
-        optimizer: built.
+        optimizer: a built optimizer.
     """
     for each in with_inner_optimizers(optimizer):
         if getattr(each, "_inner_optimizers", None):
@@ -153,7 +157,7 @@ def _overrides_of_user(optimizer: Any) -> set[str]:
 
 
 def updated_by_element(optimizer: Any, variable: Any, compiled: bool) -> bool:
-    """Whether the elements of a variable may be updated apart, with the same result.
+    """Whether the elements of a variable may be updated separately, with the same result.
 
     Args:
         compiled: whether XLA compiles the update.
@@ -172,13 +176,13 @@ def has_slots(optimizer: Any) -> bool:
 
 
 def global_clipnorm(optimizer: Any) -> float | None:
-    """The norm to which gradients are clipped together; None for not at all."""
+    """The norm to which all gradients are clipped together; None if they are not."""
     norms = [each.global_clipnorm for each in with_inner_optimizers(optimizer)]
     return next((norm for norm in norms if norm), None)
 
 
 def loss_scale(optimizer: Any) -> Any:
-    """The divisor of gradients in the optimizer."""
+    """The factor by which the optimizer divides gradients."""
     scale = getattr(optimizer, "dynamic_scale", None)
     if scale is not None:
         return tf.identity(scale.value)
@@ -186,7 +190,7 @@ def loss_scale(optimizer: Any) -> Any:
 
 
 def checks_finite(optimizer: Any) -> bool:
-    """Whether the optimizer leaves a step out where a gradient is not finite."""
+    """Whether the optimizer skips a step if a gradient is not finite."""
     return hasattr(optimizer, "check_finite")
 
 
@@ -201,7 +205,7 @@ def current_learning_rate(optimizer: Any) -> Any:
 
 
 def updates_rows_alone(optimizer: Any) -> bool:
-    """Whether Keras's own dense update leaves rows without a gradient as they are."""
+    """Whether Keras's own dense update leaves rows without a gradient unchanged."""
     if type(optimizer) is keras.optimizers.SGD:
         return not optimizer.momentum
     return type(optimizer) is keras.optimizers.Adagrad and not optimizer.weight_decay

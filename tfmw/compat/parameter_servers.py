@@ -41,7 +41,7 @@ def moving_averages(model: keras.Model) -> list[Any]:
 
 
 def one_op(function: Callable[..., Any], waits: bool = True) -> Callable[..., Any]:
-    """`function` as one op of the graph that calls it; the whole op runs on one device.
+    """Wraps `function` as one op of the calling graph; the whole op runs on one device.
 
     Args:
         waits: whether ops of the function may wait for something else, such as a queue. If not,
@@ -54,7 +54,7 @@ def one_op(function: Callable[..., Any], waits: bool = True) -> Callable[..., An
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
-        # Within another op, one of its own would need a second thread: see `_executor_of`.
+        # A nested op would need a second thread: see `_executor_of`.
         if getattr(_tracing, "op", False):
             return function(*arguments)
         with _executor_of(op.get_concrete_function(*arguments).graph):
@@ -64,17 +64,17 @@ def one_op(function: Callable[..., Any], waits: bool = True) -> Callable[..., An
 
 
 class TracedOp:
-    """A function that is traced once, to be one op that runs on one device; as of `one_op`.
+    """A function that is traced once, to be one op that runs on one device; see `one_op`.
 
-    What `one_op` makes is no op of its own within it.
+    Functions of `one_op` that it calls are traced into it, not as ops of their own.
 
     Args:
-        function: traced with tensors of these specs.
+        function: the function, traced with tensors of these specs.
         specs: its arguments, structures of tf.TensorSpec.
 
     Attributes:
         is_on_one_device: whether all of its ops run on the CPU of the task that calls it.
-        uses: for each tensor of the arguments, in order, whether anything depends on it.
+        uses: for each tensor of the arguments, in order, whether the result depends on it.
     """
 
     def __init__(self, function: Callable[..., Any], *specs: Any):
@@ -95,14 +95,14 @@ class TracedOp:
             return self._function(*arguments)
 
 
-_tracing = threading.local()  # `op`: whether a `TracedOp` is traced
+_tracing = threading.local()  # `op`: whether this thread traces a `TracedOp`
 
 
 def _executor_of(graph: Any) -> contextlib.AbstractContextManager[None]:
-    """One thread for the ops of a function, if that can be.
+    """Restricts the ops of a function to one thread, if possible.
 
-    An op that calls a function (`tf.cond` in a schedule, say) keeps its thread until another
-    thread has run that function: where there is one thread only, for ever.
+    An op that calls a function (such as `tf.cond` in a schedule) keeps its thread until another
+    thread has run that function. With a single thread it would wait for ever.
     """
     calls = any(map(calls_function, _live_ops(graph)))
     context: contextlib.AbstractContextManager[None] = tf.experimental.function_executor_type(
@@ -112,24 +112,24 @@ def _executor_of(graph: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def _live_ops(graph: Any) -> list[tf.Operation]:
-    """The ops of a traced function that run: stateful ones, and those that anything depends on."""
+    """The ops of a traced function that run: stateful ones, and those on which others depend."""
     stateful = [op for op in graph.get_operations() if op.op_def.is_stateful]
     return ancestors([*graph.outputs, *graph.control_outputs, *stateful], controls=True)
 
 
 def _is_own_cpu(device: str) -> bool:
-    """Whether a device is the CPU of the task that runs a function, whichever task that is."""
+    """Whether a device is the CPU of the task that runs a function, for any task."""
     spec = tf.DeviceSpec.from_string(device)
     return spec.job is None and spec.device_type in (None, "CPU") and not spec.device_index
 
 
 def calls_function(op: tf.Operation) -> bool:
-    """Whether an op runs a function, as those of `tf.cond` and `tf.while_loop` do."""
+    """Whether an op runs a function, such as `tf.cond` and `tf.while_loop`."""
     return any(attribute.HasField("func") for attribute in op.node_def.attr.values())
 
 
 def cancelable(function: Any, *arguments: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """(calls a concrete function, which may block; cancels that call from another thread)."""
+    """(call of a concrete function, which may block; its cancellation by another thread)."""
     manager = _cancellation.CancellationManager()
     call = manager.get_cancelable_function(function)
     return (lambda: call(*arguments)), manager.start_cancel
@@ -160,13 +160,13 @@ def _named_resource(name: str, shape: Any, dtype: tf.DType) -> dict[str, Any]:
 
 
 class RemoteRows(_resource_variables.BaseResourceVariable):
-    """Substitutes a variable whose rows are on servers: lookups fetch rows, reads fetch all rows.
+    """A substitute for a variable whose rows are on servers: lookups fetch rows, reads fetch all.
 
     Gradients are recorded for its handle, as for any variable. It stores no value.
 
     Args:
-        look_up: int64 [n] -> the rows [n, ...] with these indices; or these and a tensor that is
-            equal to the indices, which gradients have in their place.
+        look_up: int64 [n] -> the rows [n, ...] with these indices, or (these rows, a tensor equal
+            to the indices, which replaces them in gradients).
         read: () -> the whole value.
         trainable: whether gradients are recorded.
     """
@@ -188,7 +188,7 @@ class RemoteRows(_resource_variables.BaseResourceVariable):
         """The rows at `indices`, an integer tensor of any shape."""
         del name
         indices = tf.convert_to_tensor(indices)
-        is_flat = indices.shape.rank == 1  # then each op that is left out is one for each table
+        is_flat = indices.shape.rank == 1  # this saves several ops for each table
         flat = tf.cast(indices if is_flat else tf.reshape(indices, [-1]), tf.int64)
         row = self.shape[1:]
 
@@ -210,7 +210,7 @@ class RemoteRows(_resource_variables.BaseResourceVariable):
         look_up: Callable[[], tuple[tf.Tensor, tf.Tensor]],
         shaped: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
     ) -> tf.Tensor:
-        """The rows that `look_up` finds, for which gradients are recorded.
+        """Rows that `look_up` returns, for which gradients are recorded.
 
         Args:
             look_up: () -> (rows [n, ...], their indices int64 [n]).
@@ -257,7 +257,8 @@ def worker_iterators(
 ) -> Any:
     """One iterator on each worker, created again when a worker restarts.
 
-    `ClusterCoordinator.create_per_worker_dataset` calls the same function for all workers.
+    In contrast, `ClusterCoordinator.create_per_worker_dataset` calls the same function for all
+    workers.
 
     Args:
         makers: for each worker, creates its dataset; called with that worker as the device.
@@ -271,7 +272,7 @@ def worker_iterators(
 
 
 def worker_constants(coordinator: Any, constants: list[int]) -> Any:
-    """One int64 [] on each worker; as `worker_iterators`."""
+    """One int64 [] on each worker; see `worker_iterators`."""
     tensors = [lambda n=n: tf.identity(tf.constant(n, tf.int64)) for n in constants]
     return _per_worker(coordinator, tensors, tf.TensorSpec([], tf.int64))
 

@@ -6,10 +6,11 @@
 
 The model is not rebuilt: it is the user's own object. Placement changes only the `tf.Variable`s
 inside its Keras variables. With one replica in this process they keep their own. With several
-replicas, or for a model created in a strategy's scope, each Keras variable gets one copy per device
-(aggregation NONE: an update of a replica changes its own copy, and copies stay equal because all
-replicas apply the same reduced gradients). At the end it gets its own `tf.Variable` back, with the
-new value. So other references to that `tf.Variable`, in a saved function or an export, stay valid.
+replicas, or for a model created in a strategy's scope, each Keras variable gets one copy per
+device. The aggregation is NONE: a replica updates its own copy, and copies stay equal because all
+replicas apply the same all-reduced gradients. At the end each Keras variable gets its own
+`tf.Variable` back, with the new value. So other references to that `tf.Variable`, in a saved
+function or an export, stay valid.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ from tfmw.compat.objects import held_by, overridden, unique
 from tfmw.compat.optimizers import optimizers_of, stable_variable_keys
 from tfmw.errors import UsageError
 
-_PLACED = "_self_tfmw_placed"  # with this prefix Keras does not treat it as the model's attribute
+# because of the prefix Keras does not treat it as the model's attribute
+_PLACED = "_self_tfmw_placed"
 
-# Times the replica number, combined with the seeds, so that dropout masks differ between replicas.
+# Multiplied by the replica number and combined with the seeds, so that dropout masks differ between
+# replicas.
 _SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: neighbouring replicas have distant seeds
 
 
@@ -52,7 +55,7 @@ def all_variables(model: keras.Model) -> list[Any]:
 
 
 def shared_variables(model: keras.Model) -> list[Any]:
-    """Variables that are equal on replicas at the start: in a nested call, all but the seeds."""
+    """Variables that are equal on all replicas at the start; seeds are not, in a nested call."""
     variables = all_variables(model)
     if is_placed(model):
         return unique(variables, without=seeds_of(model))
@@ -61,7 +64,7 @@ def shared_variables(model: keras.Model) -> list[Any]:
 
 
 def updated_variables(model: keras.Model) -> list[Any]:
-    """Trainable weights and the optimizers' state, which updates change: each once, in order."""
+    """Trainable weights and the optimizers' state, which updates change, without repetitions."""
     return unique([*model.trainable_variables, *_optimizer_state(model)])
 
 
@@ -70,7 +73,7 @@ def _optimizer_state(model: keras.Model) -> list[Any]:
 
 
 def assignable_variables(model: keras.Model) -> dict[int, Assignable]:
-    """Id of a handle -> variable, of all but seeds and metrics: each copy of this process."""
+    """Id of a handle -> variable, for each copy in this process, except seeds and metrics."""
     apart = {id(v) for v in [*seeds_of(model), *metric_variables(model)]}
     layers = {
         id(variable): type(layer).__module__.startswith("keras.")
@@ -88,7 +91,7 @@ def assignable_variables(model: keras.Model) -> dict[int, Assignable]:
 
 
 def seeds_of(model: keras.Model) -> list[Any]:
-    """The state of each seed generator of the model's layers, and of draws without a seed."""
+    """The state of each seed generator of the model's layers, and of Keras's unseeded generator."""
     states = [generator.state for generator in seed_generators_of(model)]
     unseeded = unseeded_state()
     return states if unseeded is None else [*states, unseeded]
@@ -99,8 +102,8 @@ class Placement:
     """The variables of a model while it is placed.
 
     Attributes:
-        variables: of Keras's, those that have copies; none where they keep their own `tf.Variable`.
-        originals: the `tf.Variable` of each.
+        variables: the Keras variables that have copies; empty if they keep their own `tf.Variable`.
+        originals: the own `tf.Variable` of each.
     """
 
     model: keras.Model
@@ -109,29 +112,29 @@ class Placement:
     originals: list[Any]
 
     def bring_back(self) -> None:
-        """Gives each variable its original again, with the value of the first local replica."""
-        # In the scope, as the model may have been made in it: then each original has copies.
+        """Restores the original of each variable, with the value of the first local replica."""
+        # In the scope, as the model may have been created in it: then each original has copies.
         with self.strategy.scope():
             for variable, original in zip(self.variables, self.originals, strict=True):
                 _assign(original, local_copies(self.strategy, variable)[0])
                 set_native(variable, original)
 
     def free_originals(self) -> None:
-        """Frees the original of each variable whose copies are empty, as slots that are shared."""
+        """Frees the originals of variables whose copies are empty, such as sharded slots."""
         for variable, original in zip(self.variables, self.originals, strict=True):
             if memory.is_freed(native(variable)):
                 memory.free(original)
 
     @contextlib.contextmanager
     def suspended(self, replicas_own: list[Any]) -> Iterator[None]:
-        """Within this context the model is an ordinary Keras model, as callbacks expect it.
+        """Turns the model into an ordinary Keras model in this context, as callbacks expect it.
 
-        What its variables become there, all local replicas have afterwards.
+        Afterwards all local replicas have the values that its variables get there.
 
         Args:
-            replicas_own: variables that differ between replicas, such as metrics: they have the
-                value of the first local replica. Only where that is changed, as by
-                `reset_metrics`, all local replicas have the new one afterwards.
+            replicas_own: variables that differ between replicas, such as metrics. In the context
+                they have the value of the first local replica. Only if that is changed, as by
+                `reset_metrics`, all local replicas get the new value.
         """
         if not self.variables:
             yield
@@ -165,8 +168,8 @@ def _assign_copies(copy: tf.Variable, original: tf.Variable) -> None:
     value = memory.copies_of(original)[0]
     for each in memory.copies_of(copy):
         _assign(each, value)
-        # A sum made in the scope is divided between its copies. Reading it would be a
-        # collective, and not all processes need be here.
+        # A sum made in the scope is divided between its copies. Reading it would be a collective,
+        # and other processes may not be here.
         if isinstance(original, tf.distribute.DistributedValues) and not memory.is_freed(each):
             if original.synchronization == tf.VariableSynchronization.ON_READ and (
                 original.aggregation == tf.VariableAggregation.SUM
@@ -176,7 +179,7 @@ def _assign_copies(copy: tf.Variable, original: tf.Variable) -> None:
 
 
 def _assign(to: tf.Variable, value: tf.Variable) -> None:
-    """Assigns the value of another variable; empties the one where the other is."""
+    """Assigns the value of another variable; frees the variable if the other is freed."""
     if memory.is_freed(value):
         memory.free(to)
     elif memory.is_freed(to):
@@ -192,13 +195,14 @@ def placed(
     copies: dict[int, tf.Variable] | None = None,
     seeds_vary: bool = True,
 ) -> Iterator[Placement]:
-    """Places the model on every replica of `strategy` and takes it back in the end.
+    """Places the model on every replica of `strategy` and restores it at the end.
 
     Args:
-        model: compiled and built, with its optimizer built; the same on all workers (`agreement`).
+        model: compiled and built, with its optimizer built; it is the same on all workers
+        (`agreement`).
         strategy: a synchronous strategy.
-        copies: id of a Keras variable -> what replaces its `tf.Variable`. The copies of an earlier
-            placement serve again, and so do functions traced with them; new ones are added.
+        copies: id of a Keras variable -> the replacement of its `tf.Variable`. Copies of an earlier
+            placement are reused, and so are functions traced with them; new ones are added.
         seeds_vary: whether each replica draws its own random numbers.
     """
     variables = shared_variables(model)
@@ -293,7 +297,7 @@ def first_local_replica(strategy: tf.distribute.Strategy) -> int:
 
 
 def _vary_seeds(strategy: tf.distribute.Strategy, seeds: list[Any]) -> None:
-    """Combines the replica number with the seeds by exclusive or; a second call restores them.
+    """Combines the replica number with the seeds by XOR; a second call restores them.
 
     Replica 0 keeps its seeds, so the model ends with the seeds of training in one process.
     """
@@ -305,14 +309,14 @@ def _vary_seeds(strategy: tf.distribute.Strategy, seeds: list[Any]) -> None:
 
 
 def vary_seeds(model: keras.Model, replica: int) -> None:
-    """As placement does on entry and at its end, in the context of a replica of this number."""
+    """Changes the seeds as placement does at its start and end, in a replica's context."""
     for state in seeds_of(model) if replica else []:
         value = state.value
         state.assign(tf.bitwise.bitwise_xor(value, tf.constant(_fold(replica), value.dtype)))
 
 
 def _fold(replica: int) -> np.ndarray:
-    """int64 [2]: what a replica's seeds differ in from those of replica 0."""
+    """int64 [2]: the XOR difference of a replica's seeds from those of replica 0."""
     return np.array([replica * _SEED_STEP & 0x7FFFFFFF, 0])
 
 
@@ -321,7 +325,7 @@ def raw_variables(model: keras.Model) -> list[tuple[str, tf.Variable]]:
     return [
         (f"{name!r} of layer {layer.name!r} ({type(layer).__name__})", value)
         for layer in layers_of(model)
-        # Keras's own layers keep constants in one, such as tf-idf weights.
+        # Keras's own layers keep constants in raw variables, such as tf-idf weights.
         if not type(layer).__module__.startswith("keras.")
         for name, value in held_by(layer)
         if isinstance(value, tf.Variable) and not isinstance(value, tf.distribute.DistributedValues)
@@ -339,12 +343,12 @@ def refuse_raw_variables(model: keras.Model) -> None:
 
 @contextlib.contextmanager
 def raw_variables_constant(model: keras.Model, processes: int) -> Iterator[None]:
-    """Within this context raw `tf.Variable`s cannot change on one replica or process alone."""
+    """Prevents changes of raw `tf.Variable`s on one replica or process alone, in this context."""
 
     def refusing(where: str, assign: Any) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if processes == 1 and not tf.distribute.has_strategy():
-                return assign(*args, **kwargs)  # by a callback
+                return assign(*args, **kwargs)  # an assignment by a callback
             error = UsageError(
                 f"{where} is a raw tf.Variable and is assigned while the model is trained: Keras "
                 "does not track it, and no replica would share its value. Create it with "

@@ -1,12 +1,12 @@
-"""Rows of sparse gradients: whether replicas look up rows of their own examples, or all the same.
+"""Origins of sparse gradients' rows: ids of each replica's examples, or the same on all replicas.
 
     for origin, part in row_parts(gradient):       # in the graph of the step
         ...
 
-In one process, an embedding of a sequence's positions looks up each row once, and so its gradient
-has it once. N replicas look it up N times. Optimizers that square a sparse gradient square each
-occurrence of a row, so occurrences of one lookup are summed first. Occurrences of ids of the
-examples are as many on all replicas together as in one process, and stay apart.
+In one process, an embedding of a sequence's positions looks up each row once, so its gradient has
+each row once. N replicas look it up N times. Optimizers that square a sparse gradient square each
+occurrence of a row, so occurrences of one lookup are summed first. Ids of examples occur as often
+on all replicas together as in one process, so their rows stay separate.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tfmw.compat.losses import current_weight
 
 
 class Origin(enum.IntEnum):
-    """The origin of a lookup's ids; of a value computed from several, the greatest."""
+    """The origin of a lookup's ids; for a value computed from several origins, the greatest."""
 
     SAME = 0
-    """Constants, variables and lengths of a batch: each replica has all of one process's ids."""
+    """Constants, variables and lengths of a batch: each replica has all ids of one process."""
     REDUCED = 1
-    """Computed over the examples, such as the distinct ids: each replica has some of them."""
+    """Values computed over the examples, such as the unique ids: each replica has some of them."""
     UNKNOWN = 2
-    """Random numbers, what else has state, eager tensors, and what cannot be told."""
+    """Random numbers, other stateful values, eager tensors, and all values of unknown origin."""
     EXAMPLES = 3
     """Ids of each example: each replica has those of its own examples."""
 
@@ -44,7 +44,7 @@ _STATELESS = (
     "LookupTableFind",
     "LookupTableFindV2",
 )
-# Operations -> the index of their output that has each of several ids once.
+# Operations -> the index of their output that has each id once.
 _DISTINCT = {
     **dict.fromkeys(("Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"), 0),
     # Gradients of `tf.nn.embedding_lookup_sparse`, which Keras calls for sparse ids.
@@ -61,7 +61,7 @@ _FLOWS = {
 
 
 def row_parts(slices: tf.IndexedSlices) -> list[tuple[Origin, tf.IndexedSlices]]:
-    """A sparse gradient of a replica, by the lookups whose gradients it joins."""
+    """A replica's sparse gradient, split by the lookups whose gradients it concatenates."""
     indices = slices.indices
     if not is_symbolic(indices):
         return [(Origin.UNKNOWN, slices)]
@@ -79,7 +79,7 @@ def row_parts(slices: tf.IndexedSlices) -> list[tuple[Origin, tf.IndexedSlices]]
 
 
 def joined(parts: list[tuple[Origin, tf.IndexedSlices]]) -> tf.IndexedSlices:
-    """The inverse of `row_parts`, of parts that are results of a compiled function."""
+    """Inverse of `row_parts`, for the results of a compiled function."""
     weight = current_weight()
     assert weight is not None
     indices = [tf.identity(part.indices) for _, part in parts]
@@ -100,17 +100,17 @@ def _origin(ids: tf.Tensor) -> Origin:
     flow = flows.of(ids)
     source = ids
     while source.op.type in _KEEPS_NUMBER:
-        # Keras's `take` selects ids + rows of the table where ids < 0, else the ids.
+        # Keras's `take` selects ids + rows of the table if ids < 0, else the ids.
         source = source.op.inputs[2 if source.op.type == "SelectV2" else 0]
     if flow.kind != "fixed" and _DISTINCT.get(source.op.type) == source.value_index:
         return Origin.REDUCED
     if flow.kind == "fixed":
         return Origin.UNKNOWN if any(map(_draws, flows.operations(ids))) else Origin.SAME
     reduces = flow.kind == "reduced"
-    if flow.kind == "size":  # examples are numbered
+    if flow.kind == "size":  # indices of the examples
         ranges = [op.outputs[0] for op in flows.operations(ids) if op.type == "Range"]
         reduces = any(flows.of(numbers).kind != "fixed" for numbers in ranges)
-    if flow.kind == "compared":  # ids in another order are as many
+    if flow.kind == "compared":  # ids in another order have the same number
         reduces = flow.origin is None or flow.origin.type in REDUCTIONS.union(_DISTINCT)
     if flow.kind in ("nonlinear", "unknown"):
         return Origin.UNKNOWN
@@ -118,5 +118,5 @@ def _origin(ids: tf.Tensor) -> Origin:
 
 
 def _draws(op: tf.Operation) -> bool:
-    """Whether replicas may have other results of an operation on equal inputs."""
+    """Whether an operation may have different results on replicas with equal inputs."""
     return "Random" in op.type or (op.op_def.is_stateful and op.type not in _STATELESS)

@@ -1,9 +1,9 @@
-"""Layers with rows of their own: rows that they replace in a step, with the optimizer's slots.
+"""Layers that replace rows of their variables in a step, with the optimizer's slots.
 
 note_slots()                                   # once, before optimizers are built
 ids, counts = counts_of_all_replicas(ids, counts)
 assign_rows(variable, rows, values)
-reset_slots(variable, rows)                    # as the optimizer made them
+reset_slots(variable, rows) # to their initial values
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tfmw.compat.objects import overridden
 from tfmw.compat.parameter_servers import RemoteRows
 from tfmw.errors import UsageError
 
-_SLOTS = "_tfmw_slots"  # of Keras variables: (optimizer's id, [(slot, initializer)])
+_SLOTS = "_tfmw_slots"  # attribute of Keras variables: (optimizer's id, [(slot, initializer)])
 _RESET = "_tfmw_resets_rows"
-_making = threading.local()  # `slot_of`: the variable for which an optimizer makes a slot
+_making = threading.local()  # `slot_of`: the variable for which an optimizer creates a slot
 
 
 def resets_rows(variable: Any) -> None:
@@ -36,10 +36,10 @@ def resets_rows(variable: Any) -> None:
 
 @functools.cache
 def note_slots() -> None:
-    """From now on optimizers note the slots that they make; see `slot_of_new` and `reset_slots`.
+    """Makes optimizers record the slots that they create; see `slot_of_new` and `reset_slots`.
 
-    Adagrad and Ftrl do so for marked variables, and for those whose rows are elsewhere: Keras 3.8
-    makes their slots with `add_variable`, later releases all with `add_variable_from_reference`.
+    Adagrad and Ftrl do so for marked variables, and for those whose rows are on servers. Keras 3.8
+    creates their slots with `add_variable`, later releases all with `add_variable_from_reference`.
     """
     keras_slot = _tf_optimizer.TFOptimizer.add_variable_from_reference
 
@@ -63,7 +63,7 @@ def note_slots() -> None:
 
 
 def slot_of_new() -> Any | None:
-    """The Keras variable for which an optimizer makes a slot now; None outside of that."""
+    """The Keras variable for which an optimizer creates a slot now; None if it creates none."""
     return getattr(_making, "slot_of", None)
 
 
@@ -73,10 +73,10 @@ def _naming_variables(keras_build: Callable[..., None]) -> Callable[..., None]:
         keras_add, remaining = self.add_variable, iter(variables)
 
         def add_variable(**described: Any) -> Any:
-            # `add_variable_from_reference` comes here, too, with a longer name.
+            # `add_variable_from_reference` calls this, too, with a longer name.
             if described["name"] != "accumulator":
                 return keras_add(**described)
-            variable = next(remaining)  # they are made in the order of the variables
+            variable = next(remaining)  # slots are created in the order of the variables
             if not (getattr(variable, _RESET, False) or isinstance(native(variable), RemoteRows)):
                 return keras_add(**described)
             return self.add_variable_from_reference(
@@ -94,7 +94,7 @@ def assign_rows(variable: Any, rows: tf.Tensor, values: tf.Tensor) -> None:
 
     Args:
         variable: a Keras variable [size, ...].
-        rows: int64 [n], each at most once.
+        rows: int64 [n], distinct.
         values: [n, ...].
     """
     with equal_on_all_replicas():
@@ -102,21 +102,21 @@ def assign_rows(variable: Any, rows: tf.Tensor, values: tf.Tensor) -> None:
 
 
 def equal_on_all_replicas() -> contextlib.AbstractContextManager[None]:
-    """A context in which a step assigns values that its replicas have already agreed on.
+    """A context for a step's assignments of values that are equal on all replicas.
 
-    Values of other variables that a step assigns are combined over replicas, or refused.
+    Other values that a step assigns are combined over replicas, or refused.
     """
     weight = current_weight()
     return overridden([] if weight is None else [(weight, "watches", False)])
 
 
 def reset_slots(variable: Any, rows: tf.Tensor) -> None:
-    """Sets the slots of some rows of a marked variable to what its optimizer has begun with.
+    """Resets the slots of some rows of a marked variable to their initial values.
 
-    Slots of another shape than the variable's stay as they are.
+    Slots of another shape than the variable's stay unchanged.
 
     Args:
-        rows: int64 [n], each at most once.
+        rows: int64 [n], distinct.
     """
     _, slots = getattr(variable, _SLOTS, (None, []))
     for slot, initializer in slots:
@@ -126,20 +126,20 @@ def reset_slots(variable: Any, rows: tf.Tensor) -> None:
 
 
 def counts_of_all_replicas(ids: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Counts of ids on all replicas of a training step; where there is one replica, its own.
+    """Counts of ids on all replicas of a training step; with one replica, its own counts.
 
-    On several replicas a collective.
+    With several replicas this is a collective.
 
     Args:
         ids: int64 [n]; n may differ between replicas.
         counts: int64 [n].
 
     Returns:
-        (int64 [m], int64 [m]), the ids and counts of one replica after those of another. Of a
-        replica without examples the counts are 0.
+        (int64 [m], int64 [m]), the concatenated ids and counts of all replicas. A replica without
+        examples has counts of 0.
 
     Raises:
-        UsageError: several replicas train, and not by `tfmw.fit`.
+        UsageError: several replicas train without `tfmw.fit`.
     """
     weight = current_weight()
     if weight is None:
@@ -152,7 +152,7 @@ def counts_of_all_replicas(ids: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor
     if weight.deferred is not None or weight.gather is None:
         raise CannotCompile
     counts = tf.where(weight.examples > 0, counts, tf.zeros_like(counts))
-    shape = tf.constant([tf.int64.max], tf.int64)  # TensorFlow wants one; any id is possible
+    shape = tf.constant([tf.int64.max], tf.int64)  # the op requires a shape; any id is possible
     gathered = weight.gather(tf.IndexedSlices(counts, ids, shape))
     return gathered.indices, gathered.values
 

@@ -45,19 +45,19 @@ def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) 
 def mirrored_strategy(devices: list[str]) -> tf.distribute.Strategy:
     """A `tf.distribute.MirroredStrategy` whose collectives have keys of their own.
 
-    TensorFlow numbers those of each strategy from the same number on, and keeps the shapes of all
-    that have run in this process: a second strategy with another model fails with "Shape mismatch
-    in the collective instance".
+    TensorFlow numbers the collectives of each strategy from the same number, and keeps the shapes
+    of all that have run in this process. So a second strategy with another model fails with "Shape
+    mismatch in the collective instance".
     """
     tf.distribute.MirroredStrategy._collective_key_base += _KEYS
     return tf.distribute.MirroredStrategy(devices=devices)
 
 
-_KEYS = 1000  # of groups of devices of one strategy
+_KEYS = 1000  # keys for the device groups of one strategy
 
 _LOOK_S = 1.0
 
-_PROBE_EVERY = 5  # looks
+_PROBE_EVERY = 5  # polls between two probes
 
 _RESPONSE_S = 10.0
 
@@ -65,7 +65,7 @@ _RESPONSE_S = 10.0
 def collectives_traced(strategy: tf.distribute.Strategy) -> list[int]:
     """Numbers of the next collectives of a strategy that spans processes.
 
-    TensorFlow numbers collectives as it traces them. Tasks with other numbers wait for ever.
+    TensorFlow numbers collectives while it traces them. Tasks with different numbers wait for ever.
     """
     tables = strategy.extended._collective_keys._instance_key_table.values()
     return [number for table in tables for number in table.values()]
@@ -81,11 +81,11 @@ def coordination_get(
 ) -> str:
     """Waits for a key.
 
-    After a network failure neither a pending nor a later call ends. So this probes the task that
-    sets the key every few seconds.
+    After a network failure neither a pending nor a later call returns. So every few seconds this
+    probes the task that sets the key.
 
     Args:
-        task: such as "/job:worker/replica:0/task:1".
+        task: name of a task, such as "/job:worker/replica:0/task:1".
         look: called about once a second; its exception ends the wait.
 
     Raises:
@@ -113,7 +113,7 @@ def require_task(task: str, timeout_s: float) -> None:
     """Raises tf.errors.OpError if `task` does not respond in time, or was restarted.
 
     Args:
-        task: such as "/job:worker/replica:0/task:1".
+        task: name of a task, such as "/job:worker/replica:0/task:1".
     """
     _context.context().check_collective_ops_peer_health(task, int(1000 * timeout_s))
 

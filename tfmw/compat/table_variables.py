@@ -1,4 +1,4 @@
-"""Keras variables whose rows are elsewhere: how they are made, first filled, and looked up.
+"""Keras variables with rows on servers: their creation, initial values and lookups.
 
     make_variables_by(make)                        # decides for each new variable of this process
     rows = initial_rows(initializer, [10**9, 64], tf.float32)
@@ -37,9 +37,10 @@ _numpy = backend_module("numpy")
 InitialRows = Callable[[int, int], tf.Tensor]
 """(start, stop) -> the rows [stop - start, ...] of an initial value."""
 
-_GROUP = 4  # a block of 4 elements of 4 bytes, or of 2 of 8, begins at a counter of its own
-# The counters of so many bytes of a draw: one for 128 bits. Truncated normals reject values, so 64
-# are reserved for each element: tensorflow/core/kernels/random_op_cpu.h, FillPhiloxRandomTask.
+_GROUP = 4  # a group of 4 elements of 4 bytes, or of 2 of 8, begins at a counter of its own
+# Number of counters for so many bytes of a draw: one for 128 bits. Truncated normals reject values,
+# so 64 are reserved for each element: tensorflow/core/kernels/random_op_cpu.h,
+# FillPhiloxRandomTask.
 _COUNTERS: dict[str, Callable[[int, int], int]] = {
     "stateless_random_uniform_v2": lambda elements, size: elements * size // 16,
     "stateless_random_normal_v2": lambda elements, size: elements * size // 16,
@@ -59,13 +60,13 @@ _DRAWN_TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 @dataclasses.dataclass(frozen=True)
 class Partitioning:
-    """The places at which a layer's variable may be divided: between units of successive rows."""
+    """Places at which a layer's variable may be divided: between units of consecutive rows."""
 
     units: int  # number of units
-    rows: int  # of each unit
-    first: int = 0  # rows before those of the first unit, with which they stay
+    rows: int  # rows of each unit
+    first: int = 0  # rows before the first unit, which stay with it
     # The Keras variable, partitioned into as many units, whose shards have the same units on the
-    # same servers; None: any partitioning.
+    # same servers; None: no such variable.
     follows: Any = None
 
     def rows_of(self, start: int, stop: int) -> tuple[int, int]:
@@ -73,28 +74,28 @@ class Partitioning:
         return (self.first if start else 0) + start * self.rows, self.first + stop * self.rows
 
     def ranges(self, count: int) -> list[tuple[int, int]]:
-        """The rows [start, stop) of each of `count` shards, of at least one unit each."""
+        """The rows [start, stop) of each of `count` shards, which have at least one unit each."""
         bounds = [self.units * i // count for i in range(count + 1)]
         return [self.rows_of(*units) for units in itertools.pairwise(bounds)]
 
     def units_of(self, start: int, stop: int) -> tuple[int, int]:
-        """The reverse of `rows_of`."""
+        """The inverse of `rows_of`."""
         return (start - self.first if start else 0) // self.rows, (stop - self.first) // self.rows
 
     def rows_beside(self, leader: Partitioning, start: int, stop: int) -> tuple[int, int]:
-        """The rows of the units that are the rows [start, stop) of a leader."""
+        """The rows of the units that correspond to the rows [start, stop) of a leader."""
         return self.rows_of(*leader.units_of(start, stop))
 
     def has_rows_of(self, other: Partitioning) -> bool:
-        """Whether the same units are the same rows of both variables."""
+        """Whether the same units have the same rows in both variables."""
         return (self.rows, self.first) == (other.rows, other.first)
 
 
-_PARTITIONING = "_tfmw_partitioning"  # of Keras variables
+_PARTITIONING = "_tfmw_partitioning"  # attribute of Keras variables
 
 
 def add_partitioned(layer: Any, partitioning: Partitioning, **described: Any) -> Any:
-    """`layer.add_weight(**described)`, which is divided over servers as `partitioning` says."""
+    """Calls `layer.add_weight(**described)` for a variable with this partitioning over servers."""
     with overridden([(_building, "partitioning", partitioning)]):
         variable = layer.add_weight(**described)
     setattr(variable, _PARTITIONING, partitioning)
@@ -102,7 +103,7 @@ def add_partitioned(layer: Any, partitioning: Partitioning, **described: Any) ->
 
 
 def partitioning_of(variable: Any) -> Partitioning | None:
-    """The partitioning of a Keras variable of `add_partitioned`; None for another."""
+    """The partitioning of a Keras variable of `add_partitioned`; None for other variables."""
     return getattr(variable, _PARTITIONING, None)
 
 
@@ -114,22 +115,22 @@ class NewVariable:
     shape: list[int]
     dtype: tf.DType
     trainable: bool
-    initializer: Any  # (shape, dtype) -> its value
-    slot_of: Any  # the Keras variable whose optimizer's slot it is, or None
+    initializer: Any  # (shape, dtype) -> the initial value
+    slot_of: Any  # the Keras variable whose slot of an optimizer it is, or None
     partitioning: Partitioning | None = None  # None: it may be divided between any rows
 
     @property
     def row_bytes(self) -> int:
-        """Of one row."""
+        """Size of one row in bytes."""
         return math.prod(self.shape[1:]) * int(self.dtype.size)
 
 
 _make: Callable[[NewVariable], RemoteRows | None] | None = None
-_building = threading.local()  # `partitioning`: of the weight that a layer makes
+_building = threading.local()  # `partitioning`: that of the weight that a layer creates
 
 
 def make_variables_by(make: Callable[[NewVariable], RemoteRows | None]) -> None:
-    """From now on `make` returns what each new Keras variable holds; None: a `tf.Variable`."""
+    """Lets `make` create the value of each new Keras variable; None: a `tf.Variable`."""
     global _make
     _install()
     _make = make
@@ -162,7 +163,7 @@ def _install() -> None:
         self.__dict__["sparse_read"] = functools.partial(_sparse_read, self)
 
     def represent(self: Any) -> str:
-        # Keras's own shows the value.
+        # Keras's own repr shows the value
         return repr(self._value) if isinstance(self._value, RemoteRows) else keras_repr(self)
 
     _core.Variable._initialize_with_initializer = initialize
@@ -176,7 +177,7 @@ def _sparse_read(variable: Any, indices: Any, name: str | None = None) -> tf.Ten
 
 
 def _taking_rows(keras_take: Callable[..., Any]) -> Callable[..., Any]:
-    """`keras.ops.take` that looks up rows of `RemoteRows`; Keras's asks the value for its shape."""
+    """Wraps `keras.ops.take` to look up rows of `RemoteRows`; Keras's reads the value's shape."""
 
     @functools.wraps(keras_take)
     def take(x: Any, indices: Any, axis: int | None = None) -> Any:
@@ -198,9 +199,9 @@ def _taking_rows(keras_take: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StandIn(_resource_variables.BaseResourceVariable):
-    """A variable without a value, which a SavedModel has in place of rows that are elsewhere.
+    """A variable without a value, which a SavedModel has in place of rows on servers.
 
-    Its checkpoint has `mark` in place of the value, under the name that the value should have.
+    Its checkpoint has `mark` in place of the value, under the name that the value would have.
     """
 
     def __init__(self, name: str, shape: Any, dtype: tf.DType, trainable: bool, mark: str):
@@ -223,7 +224,7 @@ class StandIn(_resource_variables.BaseResourceVariable):
 
 
 class RowsElsewhere(RemoteRows):
-    """A variable of no rows, which a SavedModel has in place of one of this shape elsewhere."""
+    """A variable without rows, which a SavedModel has in place of one with rows in files."""
 
     def __init__(
         self,
@@ -250,7 +251,7 @@ def track_asset(archive: keras.export.ExportArchive, asset: Any) -> None:
 
 
 def initial_rows(initializer: Any, shape: list[int], dtype: tf.DType) -> InitialRows | None:
-    """Rows of `initializer(shape, dtype)`, without the rest; None if it makes the whole only."""
+    """Rows of `initializer(shape, dtype)`, each range alone; None if it makes only the whole."""
     is_constant = type(initializer) is keras.initializers.Constant
     if type(initializer) in (keras.initializers.Zeros, keras.initializers.Ones) or (
         is_constant and np.ndim(initializer.value) == 0
@@ -274,7 +275,7 @@ def initial_rows(initializer: Any, shape: list[int], dtype: tf.DType) -> Initial
 
 @contextlib.contextmanager
 def _drawing_rows(shape: list[int], start: int, stop: int) -> Iterator[None]:
-    """Within this context a draw of this shape, on this thread, makes only some of its rows."""
+    """Restricts a draw of this shape to some of its rows, on this thread, in this context."""
     thread = threading.get_ident()
 
     def rows_only(name: str) -> Callable[..., tf.Tensor]:
@@ -299,14 +300,14 @@ def _draw_rows(
     stop: int,
     options: dict[str, Any],
 ) -> tf.Tensor:
-    """Rows of `draw(shape, **options)`; an op of Philox, which begins at a later counter.
+    """Rows of `draw(shape, **options)`, by an op of Philox that begins at a later counter.
 
     Args:
-        counters: (elements, bytes of each) -> how many of them these elements take.
+        counters: (elements, bytes of each) -> the number of counters that these elements use.
     """
     width = math.prod(shape[1:])
     first = start * width // _GROUP * _GROUP
-    size = max(tf.as_dtype(options["dtype"]).size, 4)  # 16 bits are drawn as 32
+    size = max(tf.as_dtype(options["dtype"]).size, 4)  # 16-bit values are drawn as 32 bits
     low, high = (int(part) for part in options["counter"].numpy())
     counter = (low + (high << 64) + counters(first, size)) % (1 << 128)
     parts = np.array([counter % (1 << 64), counter >> 64], np.uint64)
