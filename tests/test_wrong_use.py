@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -244,7 +245,13 @@ def test_a_backup_of_parameter_servers_is_refused_in_synchronous_training(tmp_pa
     backup = tfmw.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
     with monkeypatch.context() as patch:
         patch.setattr(resume, "_run", lambda: "another process")
-        patch.setattr(MirroredTraining, "position", lambda *_: {"done": 0, "begun": False})
+        state = MirroredTraining.state
+        there = {"done": 0, "begun": False}
+        patch.setattr(
+            MirroredTraining,
+            "state",
+            lambda *a, **kw: dataclasses.replace(state(*a, **kw), position=there),
+        )
         tfmw.fit(compiled_model(), batches(), verbose=0, callbacks=[backup])
     with pytest.raises(UsageError, match=r"the backup is of a training on parameter servers, and"):
         tfmw.fit(compiled_model(), batches(), epochs=2, verbose=0, callbacks=[backup])

@@ -73,7 +73,7 @@ PIPELINES: dict[str, Callable[[Path], tf.data.Dataset]] = {
 class _Machine(Group):
     """A group whose chief has another number of cores."""
 
-    def settled(self, name: str, decide: Any) -> int:
+    def agreed_value(self, name: str, decide: Any) -> int:
         return 3
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 import tfmw
 from tests.helpers.cases import every
 from tfmw.compat import objects
-from tfmw.train.mirrored import cached_driver
+from tfmw.compat.kept import ATTRIBUTE, kept_with
 
 X: Any = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 Y = X[:, :1]
@@ -130,7 +130,7 @@ def test_changed_variables_are_retraced(change):
     fit(fresh)
     VARIABLES_CHANGE[change](kept)
     VARIABLES_CHANGE[change](fresh)
-    vars(fresh).pop(cached_driver._KEPT)
+    kept_with(fresh).drivers = ()
     assert fit(kept) == fit(fresh)
     for a, b in zip(kept.get_weights(), fresh.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -201,8 +201,8 @@ def test_unreferenced_model_is_freed():
 def test_cached_driver_is_not_pickled():
     model = made()
     fit(model)
-    assert cached_driver._KEPT in vars(model)
-    assert cached_driver._KEPT not in objects.saveable_state(model)
+    assert kept_with(model).drivers
+    assert ATTRIBUTE not in objects.saveable_state(model)
 
 
 class OwnStep(keras.Model):

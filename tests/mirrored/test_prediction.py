@@ -127,12 +127,12 @@ def test_sizes_of_many_steps_are_not_sent_as_one_small_value(
             ),
             local=1,
             count=size,
+            step_errors=contextlib.nullcontext,
         )
         driver: Any = SimpleNamespace(
             replicas=replicas,
             splits=splits,
             model=SimpleNamespace(run_eagerly=True),
-            errors_named=contextlib.nullcontext,
         )
         collected = prediction.Predictions(driver, iterator=None)
         own = [step[rank] for step in steps[: ends[rank]]]

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfmw
 from tfmw.train.mirrored.sync_driver import SyncDriver
+from tfmw.train.mirrored.synchronization import EachStep
 
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 
@@ -20,7 +21,7 @@ def driver() -> SyncDriver:
     model = keras.Sequential(layers)
     model.compile("sgd", "mse", metrics=["mae"])
     tfmw.fit(model, X, X[:, :1], verbose=0)
-    return SyncDriver(model, tf.distribute.get_strategy())
+    return SyncDriver(model, EachStep(tf.distribute.get_strategy()))
 
 
 def test_another_number_of_replicas_gets_the_mean_of_averages_and_the_sum_of_metrics(driver):

@@ -231,7 +231,9 @@ def test_an_unknown_choice_is_refused() -> None:
         tfmw.fit(model, np.zeros([4, 2]), np.zeros([4]), shard_optimizer="yes")
 
 
-OVER_RING: Any = types.SimpleNamespace(transport=types.SimpleNamespace(size=2, whole_sums=False))
+OVER_RING: Any = types.SimpleNamespace(
+    transport=types.SimpleNamespace(size=2, whole_sums=False), wire_dtype=None
+)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import numpy as np
 import tfmw
 from tests.matrix.columns import virtual_devices
 from tests.programs import _result
+from tfmw.compat.kept import kept_with
 
 where = sys.argv[1]
 if where == "devices":
@@ -209,7 +210,7 @@ def differences() -> None:
     rank = tfmw.Cluster.resolve().index
     model = classifier()
     TFMW.train(model, data(8), np.arange(8) % 3)
-    driver = vars(model)["_self_tfmw_on_batch"][0]  # a call that fails ends all tasks
+    driver = kept_with(model).batch_driver[0]  # a call that fails ends all tasks
 
     def steps(number: int, rows: int = 8, seed: int = 0, kind: str = "train") -> None:
         for step in range(1, number):

@@ -24,6 +24,7 @@ import tfmw
 from tests.programs._result import write
 from tests.programs.several_devices import several_devices
 from tfmw.compat import local_updates, losses, models
+from tfmw.compat.kept import kept_with
 from tfmw.compat.local_updates import FUSED_UPDATE
 from tfmw.train.mirrored import sharded_update
 from tfmw.train.mirrored.collectives import connection, listener, reduction, transports
@@ -220,7 +221,7 @@ class Held(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.first = False
-        self.held = held_by(vars(self.model)["_self_tfmw_updates"])
+        self.held = held_by(list(kept_with(self.model).updates))
         self.held.append(self.in_originals)
         if self.interrupts and batch == 1:
             self.interrupts = False

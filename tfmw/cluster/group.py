@@ -50,9 +50,16 @@ _errors = itertools.count()  # numbers the errors that tasks compare
 class Group:
     """The processes that train together: `size` of them, of which this is `rank`; 0: the chief."""
 
-    def __init__(self, rank: int, size: int, tasks: Sequence[str] = ()):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        tasks: Sequence[str] = (),
+        agree: Callable[[str, Any], Any] | None = None,
+    ):
         self.rank = rank
         self.size = size
+        self._agree = agree  # see `agreed_value`
         self._tasks = tasks  # as TensorFlow calls them: "/job:worker/replica:0/task:1"
 
     @classmethod
@@ -210,13 +217,14 @@ class Group:
             self._set(key, text)
             return json.loads(text)["value"]
 
-    def settled(self, name: str, decide: Callable[[], Any]) -> Any:
+    def agreed_value(self, name: str, decide: Callable[[], Any]) -> Any:
         """A value that all who read the same data must share: the chief's `decide()`.
 
         Args:
             name: identifies it among all of the training.
         """
-        del name  # of use to groups whose tasks come and go
+        if self._agree is not None:
+            return self._agree(name, decide())
         return self.from_chief(decide)
 
     def from_all(self, value: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfmw.cluster import membership, rendezvous
 from tfmw.cluster.cluster import ROUNDS, Cluster
-from tfmw.cluster.imports import quick_imports
+from tfmw.cluster.imports import without_collection
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.cluster.memory import usable_bytes
 from tfmw.cluster.versions import common_versions
@@ -145,7 +145,7 @@ def _join_multi_worker(
     _require_not_started()
     facts = {**common_versions(), "collectives": collectives}
     rendezvous.meet(cluster, facts, timeout_s=start_timeout_s)
-    with quick_imports():
+    with without_collection():
         import tensorflow as tf
 
         from tfmw.compat import runtime

@@ -109,7 +109,7 @@ def _combined(
     if flow.kind == "rows":
         _refuse_examples(target.variable, value)
     own = target.by_layer and value.dtype.is_floating
-    if weight.alone or (own and id(target.variable) not in weight.exchanges.variables):
+    if weight.is_local or (own and id(target.variable) not in weight.exchanges.variables):
         if is_symbolic(value):
             weight.own_values.append((target.variable, copy, value))
         return _estimate(weight, target, value, parts)
@@ -231,7 +231,7 @@ def _assign_slice(
     target = weight.assignable[id(copy.handle)]
     if weight.flows.of(value).kind == "rows":
         _refuse_examples(target.variable, value)
-    value = value if weight.alone else _of_all(weight, target, value, None)
+    value = value if weight.is_local else _of_all(weight, target, value, None)
     return method(copy, begin, end, strides, value, *arguments, **named)
 
 

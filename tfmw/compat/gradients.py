@@ -130,7 +130,7 @@ def _by_weights(weight: ReplicaWeight, target: Any, grads: list[Any]) -> list[An
     for grad in grads:
         if grad is not None:
             weight.flows.declare(_values(grad), Flow("reduced"))
-    if weight.exchanges.gradients and not weight.alone:
+    if weight.exchanges.gradients and not weight.is_local:
         dense = [i for i, grad in enumerate(grads) if isinstance(grad, tf.Tensor)]
         for i, total in zip(dense, _of_all(weight, [grads[i] for i in dense]), strict=True):
             grads[i] = total
@@ -155,7 +155,7 @@ def _of_all(weight: ReplicaWeight, grads: list[Any]) -> list[Any]:
 
 
 def _weighs_outputs(weight: ReplicaWeight) -> bool:
-    return weight.coupled and weight.uneven and not (weight.in_loss or weight.alone)
+    return weight.coupled and weight.uneven and not (weight.in_loss or weight.is_local)
 
 
 def _are_added(weight: ReplicaWeight, target: Any) -> bool:

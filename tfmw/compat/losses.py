@@ -61,11 +61,10 @@ class ReplicaWeight:
     # Whether the weight is applied to the loss that is differentiated, in `optimizer.scale_loss`,
     # or else to the gradients.
     in_loss: bool
-    # Collectives. `sums` adds values over all replicas; `gather` concatenates the values and
-    # indices of all replicas' slices.
+    # Collectives. `sums` adds values over all replicas; if it is None, sums are estimated from this
+    # replica's examples. `gather` concatenates the values and indices of all replicas' slices.
     sums: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None
     gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None
-    alone: bool = False  # whether sums over replicas are estimated from this replica's examples
     # int32 [], the number of examples on the replicas that make the same update
     updated_by: Any = None
     # Whether the losses of other replicas depend on this one's weights and examples, as with a
@@ -98,6 +97,11 @@ class ReplicaWeight:
         # reduces and applies them).
         self.deferred: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the replica trains without the others, which have other weights."""
+        return self.sums is None
+
     def begins(self, batch: Any) -> None:
         """Stores the tensors that the step gets, in the graph in which it is traced."""
         self.flows = Dataflow(batch)
@@ -123,11 +127,10 @@ class ReplicaWeight:
 
         A replica without examples adds nothing: its values come from a placeholder batch.
         """
-        if self.alone:
+        if self.sums is None:
             return [tf.stop_gradient(self.estimate_of_sum(v)) for v in values]
         if self.deferred is not None:
             raise CannotCompile
-        assert self.sums is not None
         present = self.examples > 0
         stopped = [tf.stop_gradient(tf.where(present, v, tf.zeros_like(v))) for v in values]
         sums = [tf.stop_gradient(v) for v in self.sums(stopped)]
@@ -198,7 +201,7 @@ class ReplicaWeight:
 
     def wants_gradients(self, value: Any) -> bool:
         """Whether a value follows from a tape's gradients that are not all-reduced yet."""
-        if self.exchanges.gradients or self.alone or not self.gradients:
+        if self.exchanges.gradients or self.is_local or not self.gradients:
             return False
         if self.flows.follows(value, self.gradients):
             self.wanted = True
@@ -211,7 +214,7 @@ class ReplicaWeight:
         read = {
             id(variable)
             for variable, copy, value in self.own_values
-            if not self.alone
+            if not self.is_local
             and is_read(copy, value.graph, self.before if value.graph is self.graph else set())
         }
         return Exchanges(self.exchanges.gradients or self.wanted, self.exchanges.variables | read)

@@ -16,6 +16,7 @@ from keras.src.random import seed_generator
 from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.python.ops import resource_variable_ops
 
+from tfmw.compat.kept import kept_with
 from tfmw.compat.objects import Trainer, overridden, unique
 from tfmw.compat.optimizers import optimizers_of, with_inner_optimizers
 
@@ -37,8 +38,6 @@ class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weigh
 
 # Keras's name of the generator of draws without a seed. 3.8 has the same value, without a constant.
 _UNSEEDED = getattr(seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
-
-_UNUSED = "_self_tfmw_unused"  # attribute of models: parts that `build_all` has left unbuilt
 
 
 def layers_of(model: keras.Model) -> list[Any]:
@@ -175,7 +174,7 @@ def build_all(model: keras.Model, spec: Any) -> None:
                 _trace_step(model, spec)  # the step may need TensorFlow's tensors
     if not own_step and model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    vars(model)[_UNUSED] = _unbuilt(model)
+    kept_with(model).unbuilt = _unbuilt(model)
 
 
 def _updates_its_weights_only(model: keras.Model) -> bool:
@@ -262,7 +261,7 @@ def limits_for_debugging() -> tuple[int | None, int | None]:
 
 def needs_build(model: keras.Model) -> bool:
     """Whether the first batch would create variables of the model."""
-    unused = {id(part) for part in vars(model).get(_UNUSED, [])}
+    unused = set(map(id, kept_with(model).unbuilt))
     return any(id(part) not in unused for part in _unbuilt(model))
 
 

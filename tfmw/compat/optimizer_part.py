@@ -22,6 +22,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
 
 from tfmw.compat import memory
+from tfmw.compat.kept import kept_with
 from tfmw.compat.models import native
 from tfmw.compat.objects import overridden
 from tfmw.compat.optimizers import (
@@ -32,7 +33,6 @@ from tfmw.compat.optimizers import (
 )
 from tfmw.errors import UsageError
 
-_PUT = "_self_tfmw_put"  # attribute of slots; because of the prefix, no step is traced anew for it
 _AVERAGES = "_model_variables_moving_average"
 
 
@@ -128,7 +128,7 @@ class OptimizerPart:
                     continue
                 if i in self._own:
                     parts[i] = np.array(memory.view_of(self._part_of(i, slots[i])))
-                vars(slots[i]).pop(_PUT, None)
+                kept_with(slots[i]).is_gathered = False
                 memory.free(self._copy(slots[i]))
             for i in sorted(parts, key=lambda i: parts[i].nbytes, reverse=True):
                 value = parts.pop(i)
@@ -208,20 +208,15 @@ def put(slot: Any, values: tf.Tensor) -> None:
     Args:
         values: uint8 [n], the bytes of all its elements.
     """
-    vars(slot)[_PUT] = True
+    kept_with(slot).is_gathered = True
     dtype = slot._value.dtype
     flat = tf.bitcast(tf.reshape(values, [-1, dtype.size]), dtype)
     memory.fill(slot._value, tf.reshape(flat, slot._value.shape))
 
 
-def was_put(variable: Any) -> bool:
-    """Whether a variable has the value of `put`, until the next steps empty it."""
-    return _PUT in vars(variable)
-
-
 def empty(slot: Any) -> None:
     """Frees the memory of a slot."""
-    vars(slot).pop(_PUT, None)
+    kept_with(slot).is_gathered = False
     memory.free(slot._value)
 
 

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfmw.compat import memory
 from tfmw.compat.assigned_weights import Assignable
+from tfmw.compat.kept import kept_with
 from tfmw.compat.metric_variables import metric_variables
 from tfmw.compat.models import (
     keep_message,
@@ -39,9 +40,6 @@ from tfmw.compat.models import (
 from tfmw.compat.objects import held_by, overridden, unique
 from tfmw.compat.optimizers import optimizers_of, stable_variable_keys
 from tfmw.errors import UsageError
-
-# because of the prefix Keras does not treat it as the model's attribute
-_PLACED = "_self_tfmw_placed"
 
 # Multiplied by the replica number and combined with the seeds, so that dropout masks differ between
 # replicas.
@@ -60,7 +58,7 @@ def shared_variables(model: keras.Model) -> list[Any]:
     if is_placed(model):
         return unique(variables, without=seeds_of(model))
     unseeded = unseeded_state()  # unless an outer call has placed it with its model
-    return variables if unseeded is None or _PLACED in vars(unseeded) else [*variables, unseeded]
+    return variables if unseeded is None or is_placed(unseeded) else [*variables, unseeded]
 
 
 def updated_variables(model: keras.Model) -> list[Any]:
@@ -148,11 +146,11 @@ class Placement:
             i: memory.copies_of(native(v))[0].numpy() for v in self.variables if (i := id(v)) in own
         }
         _vary_seeds(self.strategy, seeds)
-        was_placed = vars(self.model).pop(_PLACED)
+        kept_with(self.model).is_placed = False
         try:
             yield
         finally:
-            vars(self.model)[_PLACED] = was_placed
+            kept_with(self.model).is_placed = True
             for variable, original, copy in zip(
                 self.variables, self.originals, copies, strict=True
             ):
@@ -208,7 +206,7 @@ def placed(
     variables = shared_variables(model)
     # In a nested call seeds already differ between replicas.
     varied = seeds_vary and not is_placed(model)
-    seeds = [s for s in seeds_of(model) if varied and _PLACED not in vars(s)]
+    seeds = [s for s in seeds_of(model) if varied and not is_placed(s)]
     originals = [native(v) for v in variables]
     distributed = any(isinstance(v, tf.distribute.DistributedValues) for v in originals)
     if strategy.num_replicas_in_sync == 1:
@@ -251,16 +249,16 @@ def _single_copies(model: keras.Model, strategy: tf.distribute.Strategy) -> Iter
         yield
 
 
-def is_placed(model: keras.Model) -> bool:
-    """Whether the model is placed, with different seeds on each replica."""
-    return _PLACED in vars(model)
+def is_placed(part: Any) -> bool:
+    """Whether a model, or the state of a seed generator, is placed with a seed for each replica."""
+    return kept_with(part).is_placed
 
 
 @contextlib.contextmanager
 def _seeds_varied(
     model: keras.Model, strategy: tf.distribute.Strategy, seeds: list[Any]
 ) -> Iterator[None]:
-    with overridden([(part, _PLACED, True) for part in (model, *seeds)]):
+    with overridden([(kept_with(part), "is_placed", True) for part in (model, *seeds)]):
         _vary_seeds(strategy, seeds)
         try:
             yield

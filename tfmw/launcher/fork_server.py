@@ -315,8 +315,8 @@ def _import_everything() -> None:
     """Imports all public modules of tfmw, and with them TensorFlow and Keras."""
     with contextlib.suppress(Exception):  # a task meets and reports the same error
         import tfmw
-        from tfmw.cluster.imports import quick_imports
+        from tfmw.cluster.imports import without_collection
 
-        with quick_imports():
+        with without_collection():
             for name in tfmw.__all__:
                 getattr(tfmw, name)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfmw import data
 from tfmw.cluster.cluster import ROUNDS
 from tfmw.compat import datasets, models
+from tfmw.compat.kept import kept_with
 from tfmw.compat.metric_variables import flatten_metrics, python_logs
 from tfmw.compat.model_methods import given, given_arguments
 from tfmw.errors import UsageError
@@ -27,8 +28,6 @@ from tfmw.train.mirrored.batch_driver import BatchDriver
 from tfmw.train.mirrored.cached_driver import same_objects
 from tfmw.train.mirrored.sharded_update import is_driven
 from tfmw.train.own_methods import call_own
-
-_KEPT = "_self_tfmw_on_batch"  # so called, Keras does not take it for the model's own
 
 
 @given_arguments
@@ -147,7 +146,7 @@ def _driver_of(model: Any, kind: str, batch: Any, strategy: Any) -> BatchDriver:
             f"tfmw.{method} was called from within tfmw.fit or tfmw.evaluate of the same model: "
             "call it between two calls of them."
         )
-    kept: tuple[BatchDriver, list[Any]] | None = vars(model).get(_KEPT)
+    kept: tuple[BatchDriver, list[Any]] | None = kept_with(model).batch_driver
     if kept is not None and same_objects(kept[1], _parts(model, strategy)):
         return kept[0]
     chosen = strategies.choose(strategy)
@@ -159,7 +158,7 @@ def _driver_of(model: Any, kind: str, batch: Any, strategy: Any) -> BatchDriver:
     context = FitContext.of(model, chosen, method)
     context.build(data.map_tensors(_spec, batch))
     driver = BatchDriver(model, chosen)
-    vars(model)[_KEPT] = (driver, _parts(model, strategy))
+    kept_with(model).batch_driver = driver, _parts(model, strategy)
     return driver
 
 

@@ -30,11 +30,14 @@ from tfmw.train.checkpoint import evaluator
 from tfmw.train.checkpoint.resume import Backups
 from tfmw.train.fit_context import FitContext, errors_reported, model_of
 from tfmw.train.local_sgd import local_training
+from tfmw.train.local_sgd.elastic_rounds import ElasticRounds
 from tfmw.train.local_sgd.round_client import RoundClient
+from tfmw.train.local_sgd.rounds import Rounds
 from tfmw.train.local_sgd.sync_settings import LocalSGD, refuse_retired, settings_of
 from tfmw.train.loop import TrainingLoop
 from tfmw.train.mirrored.one_pass import evaluated, pass_over, validate_as_user, validate_here
 from tfmw.train.mirrored.sync_training import MirroredTraining, run_prediction
+from tfmw.train.mirrored.synchronization import EachStep
 from tfmw.train.own_methods import call_own, is_chief
 from tfmw.train.parameter_server.ps_training import ParameterServerTraining
 from tfmw.train.saved_model import check_path, export
@@ -261,11 +264,15 @@ def _sharded(context: FitContext, arguments: FitArguments, backups: Backups) -> 
             )
     if servers is not None:
         return ParameterServerTraining(context, arguments, servers, record)
+    settings, strategy = settings_of(arguments), context.strategy
+    if settings is None:
+        each_step = EachStep(strategy, arguments.gradient_compression, arguments.shard_optimizer)
+        return MirroredTraining(context, arguments, record, each_step)
+    settings.refuse_other(record)
     if isinstance(backups, local_training.MemberBackups):
-        return local_training.ElasticTraining(context, arguments, backups)
-    if alone:
-        return local_training.LocalTraining(context, arguments, backups)
-    return MirroredTraining(context, arguments, record)
+        elastic = ElasticRounds(strategy, settings, context.sharding, backups.client)
+        return local_training.ElasticTraining(context, arguments, backups, elastic)
+    return MirroredTraining(context, arguments, record, Rounds(strategy, settings))
 
 
 def _kind(on_servers: bool, alone: bool) -> str:

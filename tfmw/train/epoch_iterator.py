@@ -93,7 +93,7 @@ class EpochIterator:
         self._sharding = sharding
         self._requested_steps = steps
         was = self._restored = None if position is None else Position(**position)
-        seed = group.settled(f"seed, {argument}", _draw_seed) if was is None else was.seed
+        seed = group.agreed_value(f"seed, {argument}", _draw_seed) if was is None else was.seed
         # Of the chief's machine: a resumed run has the order of the first one.
         cycle_lengths = (was and was.cycle_lengths) or {}
         self._order = data.Order(seed, group, index_dir, cycle_lengths)

@@ -8,7 +8,7 @@
             the driver runs steps, at most up to the next due backup
                 callbacks.on_train_batch_begin / on_train_batch_end around each of its calls
             save, if a backup is due
-        update the user's model, validate; save or exit between its calls, after a signal
+        the driver ends the epoch; validate; save or exit between its calls, after a signal
         callbacks.on_epoch_end; the chief decides; save, if a backup is due
 
 All tasks run the same loop and make the same calls of the driver.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -44,6 +44,28 @@ from tfmw.train.pace import last_batch_number
 from tfmw.train.reporter import Reporter
 
 Logs = dict[str, Any]
+
+
+Rows = tuple[Any, Any]
+"""float64 [replicas, values] of metrics, and the same of moving averages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """The state that others than the driver look at during a run."""
+
+    every_batch: bool  # whether callbacks run between batches
+    model: bool  # whether the user's model is read between epochs
+    optimizer: str  # when callbacks may look at its slots: "never", after "epochs" or "steps"
+
+
+@dataclasses.dataclass(frozen=True)
+class DriverState:
+    """The state of a driver in a backup, beside the model's."""
+
+    rows: Rows
+    position: dict[str, Any]  # in the data, as JSON
+    tensors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Driver(Protocol):
@@ -74,37 +96,24 @@ class Driver(Protocol):
     def at_epoch_end(self) -> bool:
         """Whether the epoch is known to have no further step."""
 
-    @property
-    def resumes_inside_epoch(self) -> bool:
-        """Whether the restored backup was taken between two steps of an epoch."""
+    def start(self, reads: Reads) -> None:
+        """Called before the first epoch."""
 
-    def start(self, every_batch: bool, model_is_read: bool, optimizer_read: str) -> None:
-        """Called before the first epoch.
+    def resume(self, tensors: Mapping[str, Any] | None) -> None:
+        """Restores the position in the data at which the backup was taken.
 
         Args:
-            every_batch: whether callbacks run between batches.
-            model_is_read: whether the user's model is read between epochs.
-            optimizer_read: when callbacks may look at the optimizer's slots: "never", after
-                "epochs" or after "steps".
+            tensors: of the backup, on the chief. None if its run was complete: the user's data is
+                left as that run has left it.
         """
 
-    def restore_position(self) -> None:
-        """Restores the position in the data at which the backup was taken."""
+    def begin_epoch(self, kept: Rows | None, trains: bool = True) -> None:
+        """Sends changes of callbacks in the chief's model to all replicas, and begins an epoch.
 
-    def skip_run(self) -> None:
-        """Leaves the user's data as the complete run of the backup has left it."""
-
-    def reset_metrics(self) -> None:
-        """Resets the metrics."""
-
-    def restore_replica_state(self, metrics: Any, averages: Any) -> None:
-        """Restores a result of `replica_state` of an interrupted run."""
-
-    def share_changes(self, inside_epoch: bool = False) -> None:
-        """Sends changes of callbacks in the chief's model to all replicas."""
-
-    def begin_epoch(self) -> None:
-        """Called before the first step of an epoch, or of the rest of a resumed one."""
+        Args:
+            kept: of the backup, if the epoch was interrupted.
+            trains: whether the epoch has steps left.
+        """
 
     def train(
         self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
@@ -116,8 +125,12 @@ class Driver(Protocol):
             on_end: called after each call that ran steps; returns whether to continue.
         """
 
-    def end_epoch(self) -> None:
-        """Called after the last step of an epoch that was not stopped."""
+    def end_epoch(self, complete: bool = True) -> None:
+        """Copies the trained values into the user's model.
+
+        Args:
+            complete: whether the last step of the epoch was run just now.
+        """
 
     def metrics(self, signals: tuple[float, ...] = ()) -> Logs:
         """Logs of the steps since the last reset, over all replicas.
@@ -129,25 +142,19 @@ class Driver(Protocol):
     def from_chief(self, numbers: Sequence[float]) -> list[float]:
         """The chief's numbers, on every task. All tasks must call it."""
 
-    def update_model(self) -> None:
-        """Copies the trained values into the user's model."""
+    def share_changes(self) -> None:
+        """Sends changes of callbacks in the chief's model to all replicas."""
 
     def slot_parts(self) -> SlotParts | None:
         """This task's parts of the optimizer's slots; None where tasks have them whole."""
 
-    def replica_state(self, slots: bool) -> tuple[Any, ...]:
+    def state(self, in_epoch: bool, slots: bool) -> DriverState:
         """Updates the user's model; returns the state of a backup that is not in it.
 
         Args:
+            in_epoch: whether an epoch has started and not ended.
             slots: whether the chief's model gets the optimizer's slots, too.
-
-        Returns:
-            float64 [replicas, values] of metrics, and the same of moving averages; and a driver's
-            own tensors by name, if it has any.
         """
-
-    def position(self, in_epoch: bool) -> dict[str, Any]:
-        """The position in the data, as JSON."""
 
     def finish(self) -> None:
         """Called after the last epoch: copies the final values into the user's model."""
@@ -203,7 +210,7 @@ class TrainingLoop:
         backups, callbacks = self._backups, self._callbacks.callbacks
         if backups.is_done(self._epochs):
             goodput.trains_from(backups.record["step"] if backups.record else 0)
-            self._driver.skip_run()
+            self._driver.resume(None)
             backups.restore_callbacks(callbacks, finished=True)
             backups.finished()
             return
@@ -237,18 +244,18 @@ class TrainingLoop:
         driver, found, callbacks = self._driver, self._backups.record, self._callbacks.callbacks
         self._every_batch = any_wants_every_batch(driver.group, self._callbacks, "train")
         begin_traces(callbacks, 0 if found is None else found["step"])
-        driver.start(self._every_batch, self._is_model_read(), self._optimizer_read())
+        driver.start(Reads(self._every_batch, self._is_model_read(), self._optimizer_read()))
         if found is not None:
             self._initial_epoch, self._step = found["epoch"], found["step"]
             state.prepare_for_resume(callbacks, self._initial_epoch, self._step)
             if not (found.get("logs") and found["stopped"]):  # otherwise no step remains
-                driver.restore_position()
+                driver.resume(self._backups.tensors)
         elif fence.attempt():
             state.forget_attempt(callbacks, self._initial_epoch, goodput.began())
         self._model.stop_training = False
         if self._backups.on:
             state.note_callbacks(callbacks)
-        with self._unchanged(found is not None):
+        with self._keeping_variables(found is not None):
             self._callbacks.on_train_begin()
         if found is None:
             # Callbacks may have restored their own state, and set the next epoch.
@@ -265,17 +272,17 @@ class TrainingLoop:
         return self._backups.on or self._validate is not None or others
 
     def _optimizer_read(self) -> str:
-        """See `Driver.start`."""
+        """See `Reads`."""
         readers = list(filter(may_read_optimizer, self._callbacks.callbacks))
         after_steps = any(map(wants_every_batch, readers))
         local = "steps" if after_steps else "epochs" if readers else "never"
         return max(self._driver.group.from_all(local), key=("never", "epochs", "steps").index)
 
-    def _unchanged(self, resumed: bool) -> contextlib.AbstractContextManager[None]:
+    def _keeping_variables(self, resumed: bool) -> contextlib.AbstractContextManager[None]:
         """In a resumed run, undoes what callbacks change at the beginning: it was saved already."""
         if not resumed:
             return contextlib.nullcontext()
-        return state.unchanged(self._model, self._driver.strategy)
+        return state.keeping_variables(self._model, self._driver.strategy)
 
     def _begin_epoch(self, epoch: int) -> Logs | None:
         """Begins an epoch; returns the logs of its steps if only its validation was interrupted."""
@@ -283,20 +290,21 @@ class TrainingLoop:
         found = backups.record
         resumed = found is not None and epoch == self._initial_epoch
         done = found.get("logs") if found is not None and epoch == found["epoch"] else None
-        inside = done is not None or (resumed and driver.resumes_inside_epoch)
+        inside = done is not None or (resumed and found is not None and found["feed"]["begun"])
         if resumed and not inside:
             backups.restore_callbacks(callbacks)
-        driver.reset_metrics()
-        with self._unchanged(inside):
+        self._model.reset_metrics()
+        with self._keeping_variables(inside):
             self._callbacks.on_epoch_begin(epoch)
+        kept = None
         if inside:
             backups.restore_callbacks(callbacks)
-            driver.restore_replica_state(*backups.kept_by_replicas())
+            kept = backups.kept_by_replicas()
         self._follow_chief()
-        driver.share_changes(inside)
+        driver.begin_epoch(kept, trains=done is None)
         if found is None or done is None:
-            driver.begin_epoch()
             return None
+        driver.end_epoch(complete=False)
         self._model.stop_training = found["stopped"]
         return python_logs({name: np.array(v, dtype) for name, (dtype, v) in done.items()})
 
@@ -326,6 +334,7 @@ class TrainingLoop:
                 driver.train(max_steps, self._callbacks.on_train_batch_begin, on_end)
             self._step = begun_at + driver.steps_done
             if self._model.stop_training:
+                driver.end_epoch(complete=False)
                 return dict(logs)
             if not driver.at_epoch_end and backups.due_after_step(self._step, driver.signals):
                 self._save(epoch, in_epoch=True)
@@ -336,7 +345,6 @@ class TrainingLoop:
 
     def _end_epoch(self, epoch: int, logs: Logs) -> bool:
         """Ends an epoch; returns whether it was the last one."""
-        self._driver.update_model()
         if self._validate is not None and models.should_validate(
             self._model, epoch, self._validation_freq
         ):
@@ -396,16 +404,17 @@ class TrainingLoop:
         parts = driver.slot_parts()
         if parts is not None and not self._backups.takes_parts:
             parts = None
+        kept = driver.state(in_epoch, slots=parts is None)
         self._backups.save(
             driver,
-            driver.replica_state(slots=parts is None),
+            (*kept.rows, kept.tensors),
             self._callbacks.callbacks,
             {
                 "epoch": epoch,
                 "step": self._step,
                 "done": done,
                 "stopped": bool(self._model.stop_training),
-                "feed": driver.position(in_epoch),
+                "feed": kept.position,
                 "batch_size": driver.batch_size,
                 "logs": None if logs is None else {n: _as_json(v) for n, v in logs.items()},
             },

@@ -23,7 +23,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw.compat import models, optimizer_part, placement
+from tfmw.compat import models, placement
+from tfmw.compat.kept import kept_with
 from tfmw.compat.memory import new_tensor, view_of
 from tfmw.compat.metric_variables import metric_variables
 from tfmw.data.random_state import random_state
@@ -91,7 +92,7 @@ class Snapshots:
             if id(variable) in apart or is_table(variable):
                 continue  # written in parts, by those that have them
             value = placement.local_copies(strategy, variable)[0].read_value()
-            assigned = busy and not optimizer_part.was_put(variable)  # by every step
+            assigned = busy and not kept_with(variable).is_gathered  # by every step
             found[name] = self._copied(name, value) if assigned else value
         return found
 
@@ -152,7 +153,7 @@ def table_files(model: keras.Model) -> TableFiles | None:
 
 
 @contextlib.contextmanager
-def unchanged(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
+def keeping_variables(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Restores the shared variables of a placed model to their current values at the end."""
     values = [
         (copy, copy.read_value())

@@ -5,8 +5,9 @@ A member joins before the first step, exchanges as in `Rounds`, and takes part u
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,32 +15,31 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.compat import models, placement
+from tfmw.data import Sharding
 from tfmw.train.local_sgd.quantized_sum import QuantizedSum
 from tfmw.train.local_sgd.round_client import RoundClient
-from tfmw.train.local_sgd.rounds import Rounds
+from tfmw.train.local_sgd.rounds import BEGUN, Rounds
 from tfmw.train.local_sgd.sync_settings import LocalSGD
+from tfmw.train.mirrored.sync_driver import SyncDriver
 
 
 class ElasticRounds(Rounds):
     """The exchanges of one member. Moving averages of layers are averaged, too.
 
     Args:
-        model, strategy, settings: as of `Rounds`; one replica.
+        strategy, settings, sharding: as of `Rounds`; one replica.
         client: has entered.
-        averages: returns the variables that layers update in a step (batch norm).
     """
 
     def __init__(
         self,
-        model: keras.Model,
         strategy: tf.distribute.Strategy,
         settings: LocalSGD,
+        sharding: Sharding,
         client: RoundClient,
-        averages: Callable[[], list[Any]],
     ):
-        super().__init__(model, strategy, settings)
+        super().__init__(strategy, settings, sharding)
         self._client = client
-        self._averages = averages
         self._last = time.monotonic()
         self._steps = 0  # since the last round
         self._step = 0  # of the epoch
@@ -47,8 +47,20 @@ class ElasticRounds(Rounds):
         self.ended = 0  # how many rounds it has taken part in
         self._outcome: list[np.ndarray] | None = None  # of a training that is over
         self._packs: QuantizedSum | None = None
-        if settings.compression is not None:
-            self._packs = QuantizedSum(self._outer.elements(0), settings.compression)
+        self.saves = True  # whether `state` is for a backup on disk
+
+    @contextlib.contextmanager
+    def driver(self, model: keras.Model) -> Iterator[SyncDriver]:
+        member = self._client.member
+        with super().driver(model) as driver:
+            self._averages = driver.state.all_variables
+            if self._settings.compression is not None:
+                self._packs = QuantizedSum(self._outer.elements(0), self._settings.compression)
+            placement.vary_seeds(model, member)  # each member draws its own
+            try:
+                yield driver
+            finally:
+                placement.vary_seeds(model, member)
 
     # ------------------------------------------------------------ join, and leave
 
@@ -86,29 +98,36 @@ class ElasticRounds(Rounds):
         """Whatever a member has in common with those that join: in a fixed order."""
         weights = {id(w) for w in self._weights}
         others = [v for v in placement.updated_variables(self._model) if id(v) not in weights]
-        copies = [placement.local_copies(self._strategy, v)[0] for v in others]
+        copies = [placement.local_copies(self.strategy, v)[0] for v in others]
         return [*map(models.native, [*self._outer.common, *self._outer.state]), *copies]
 
     def _send_state(self) -> None:
         self._client.send_state([np.asarray(v.read_value()) for v in self._state_variables()])
 
+    def state(self) -> dict[str, Any]:
+        return super().state() if self.saves else {}
+
+    def restore(self, tensors: Mapping[str, Any]) -> None:
+        if BEGUN in tensors:  # otherwise the weights come from another member
+            super().restore(tensors)
+
     # ------------------------------------------------------------ rounds
 
-    def begin(self) -> None:
+    def begin_epoch(self) -> None:
         self._step = 0
         if not self.joined:
-            super().begin()
+            super().begin_epoch()
 
     def begin_at(self, step: int) -> None:
         """Begins within an epoch, after this number of its steps."""
         self._step = step
 
-    def after_step(self, step: int) -> None:
+    def after_steps(self, step: int) -> None:
         self._steps += step - self._step
         self._step = step
         seconds = self._settings.seconds
         if seconds is None:
-            super().after_step(step)
+            super().after_steps(step)
         elif time.monotonic() - self._last >= seconds:
             self._exchange_all()
 
@@ -130,7 +149,7 @@ class ElasticRounds(Rounds):
             # Without examples it has no weight, and keeps what was rounded away before.
             nothing = np.zeros_like(self._packs.left)
             flat = self._packs.rounded(flat) if examples else self._packs.packed(nothing)
-        averages = [placement.local_copies(self._strategy, v)[0] for v in self._averages()]
+        averages = [placement.local_copies(self.strategy, v)[0] for v in self._averages()]
         mean = self._client.round(
             examples,
             [flat, *(np.asarray(copy.read_value()) for copy in averages)],

@@ -1,8 +1,7 @@
-"""The training loop's drivers for local SGD: the mirrored one, whose replicas train on their own.
+"""The training loop's driver for one member of elastic rounds, and its backups.
 
-    LocalTraining(context, arguments, backups)
     with entered(client, context, arguments) as (context, backups):     # of elastic rounds
-        ElasticTraining(context, arguments, backups)
+        ElasticTraining(context, arguments, backups, ElasticRounds(...))
 
 A member of elastic rounds is one process, with its share of each batch. It is lost and comes back
 without the others: the server of the rounds keeps its position in the data, as of its last round,
@@ -16,11 +15,10 @@ import contextlib
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfmw import data
 from tfmw.cluster.group import Group
@@ -34,108 +32,11 @@ from tfmw.train.checkpoint.resume import Backups, PythonState
 from tfmw.train.fit_context import FitContext
 from tfmw.train.local_sgd.elastic_rounds import ElasticRounds
 from tfmw.train.local_sgd.round_client import RoundClient
-from tfmw.train.local_sgd.rounds import Rounds
-from tfmw.train.local_sgd.sync_settings import settings_of
-from tfmw.train.mirrored.sync_driver import SyncDriver
+from tfmw.train.loop import DriverState, Rows
 from tfmw.train.mirrored.sync_training import MirroredTraining
 
 _ROUND = "round"  # in backups: the number of the last round that they contain
 _POSITIONS = "positions"  # in backups: after that round, as of `RoundClient`
-
-
-class LocalTraining(MirroredTraining):
-    """Training steps of replicas that exchange their weights every few steps.
-
-    An epoch ends with a round: validation, callbacks and exports see the common weights.
-
-    Args:
-        context, arguments: of the call.
-        backups: of the run; may contain the one from which it resumes.
-    """
-
-    _rounds: Rounds  # of this call, within the context
-
-    def __init__(self, context: FitContext, arguments: FitArguments, backups: Backups):
-        settings = settings_of(arguments)
-        assert settings is not None
-        self._settings = settings
-        self._backups = backups
-        saved = None if backups.record is None else backups.record["feed"].get("rounds")
-        if saved is not None and saved != settings.as_json():
-            raise UsageError(
-                f"the backup was written with {saved}, this call has "
-                f"{settings.as_json()}: resume with the same "
-                "sync=, or use another backup_dir."
-            )
-        super().__init__(context, arguments, backups.record)
-
-    def _count(self, local: int, examples: tf.Tensor) -> None:
-        self._rounds.count(local, examples)  # which are made in the driver's context
-
-    @contextlib.contextmanager
-    def _new_driver(self) -> Iterator[SyncDriver]:
-        driver = SyncDriver(
-            self.model,
-            self.strategy,
-            on_own_step=self._count,
-            together=self._settings.between == "machines",
-            parts=self._context.sharding if self._settings.elastic else None,
-        )
-        with driver, self._new_rounds(driver) as self._rounds:
-            yield driver
-
-    def _new_rounds(self, driver: SyncDriver) -> Rounds:
-        del driver
-        return Rounds(self.model, self.strategy, self._settings)
-
-    # ------------------------------------------------------------ what the loop asks
-
-    def restore_position(self) -> None:
-        super().restore_position()
-        with self.driver.replicas.lost_peer_named():
-            self._rounds.restore(self._backups.tensors)
-
-    def begin_epoch(self) -> None:
-        super().begin_epoch()
-        if not self.steps_done:
-            self._rounds.begin()
-
-    def update_model(self) -> None:
-        with self.driver.replicas.lost_peer_named():
-            self._rounds.meet()
-        super().update_model()
-
-    def replica_state(self, slots: bool) -> tuple[Any, ...]:
-        kept = super().replica_state(slots)
-        with self.driver.replicas.lost_peer_named():
-            return *kept, self._rounds.state()
-
-    def position(self, in_epoch: bool) -> dict[str, Any]:
-        return {**super().position(in_epoch), "rounds": self._settings.as_json()}
-
-    # ------------------------------------------------------------ steps
-
-    def _most_steps(self) -> int:
-        return self._settings.steps_to_next(self.steps_done)
-
-    def _after_steps(self) -> None:
-        with self.driver.replicas.lost_peer_named():
-            self._rounds.after_step(self.steps_done)
-
-
-class Member(Group):
-    """The group of a member: alone in each call. Its rank decides what it writes and reads.
-
-    Args:
-        client: has entered.
-    """
-
-    def __init__(self, client: RoundClient):
-        super().__init__(client.member, 1)
-        self._client = client
-
-    def settled(self, name: str, decide: Callable[[], Any]) -> Any:
-        return self._client.fact(name, decide())
 
 
 @contextlib.contextmanager
@@ -146,11 +47,12 @@ def entered(
     _refuse(context, arguments)
     record, arrays, steps = client.enter()
     try:
-        member = Member(client)
+        # Alone in each call. Its rank decides what it writes and reads.
+        member = Group(client.member, 1, agree=client.fact)
         sharding = data.Sharding(client.members, client.member)
         context = dataclasses.replace(context, group=member, sharding=sharding)
         # Data that Python code orders: the same on all members, from the first one's state.
-        restore_random_state(member.settled("random state", random_state))
+        restore_random_state(member.agreed_value("random state", random_state))
         asked = copy.copy(arguments.backup)
         if asked is not None:
             asked.backup_dir = os.path.join(asked.backup_dir, f"member_{client.member}")
@@ -196,7 +98,7 @@ class MemberBackups(Backups):
         super().__init__(Group(0, 1), asked)
         self.on = True
         self.client = client
-        self.rounds: Callable[[], int] = lambda: 0
+        self.rounds: ElasticRounds | None = None  # of the call, once there are some
         self._of_server = record, arrays, steps
         self._recorded = 0
         self._disk_is_due = False
@@ -242,6 +144,9 @@ class MemberBackups(Backups):
 
     # ------------------------------------------------------------ when
 
+    def _ended(self) -> int:
+        return 0 if self.rounds is None else self.rounds.ended
+
     def signals(self) -> tuple[float, float]:
         found = super().signals()
         self._disk_is_due |= any(found)
@@ -249,7 +154,7 @@ class MemberBackups(Backups):
 
     def due_after_step(self, step: int, signals: list[float]) -> bool:
         self._disk_is_due |= super().due_after_step(step, signals)
-        return self.rounds() != self._recorded
+        return self._ended() != self._recorded
 
     def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
         due, leave = super().due_after_epoch(epoch, step, last)
@@ -284,48 +189,39 @@ class MemberBackups(Backups):
         tensors = state.with_replicas(arrays, *kept[:2])
         full = {**record, **entries, "arrays": list(tensors)}
         self.client.keep(full, [np.asarray(tensors[name]) for name in tensors])
-        self._recorded = self.rounds()
+        self._recorded = self._ended()
 
 
-class ElasticTraining(LocalTraining):
+class ElasticTraining(MirroredTraining):
     """Training steps of one member, which exchanges its weights through the server of the rounds.
 
     Args:
-        context, arguments: of the call; see `entered`.
+        context, arguments, rounds: of the call; see `entered`.
         backups: of the member.
     """
 
-    _backups: MemberBackups
-    _rounds: ElasticRounds
-
-    @contextlib.contextmanager
-    def _new_driver(self) -> Iterator[SyncDriver]:
-        member = self._backups.client.member
-        with super()._new_driver() as driver:
-            self._backups.rounds = lambda: self._rounds.ended
-            placement.vary_seeds(self.model, member)  # each member draws its own
-            try:
-                yield driver
-            finally:
-                placement.vary_seeds(self.model, member)
-
-    def _new_rounds(self, driver: SyncDriver) -> Rounds:
-        client, averages = self._backups.client, driver.state.all_variables
-        return ElasticRounds(self.model, self.strategy, self._settings, client, averages)
-
-    def _validation_sharding(self) -> data.Sharding:
-        return data.Sharding()  # each member evaluates the common weights by itself
+    def __init__(
+        self,
+        context: FitContext,
+        arguments: FitArguments,
+        backups: MemberBackups,
+        rounds: ElasticRounds,
+    ):
+        self._backups = backups
+        self._rounds = backups.rounds = rounds
+        super().__init__(context, arguments, backups.record, rounds)
 
     # ------------------------------------------------------------ what the loop asks
 
-    def restore_position(self) -> None:
-        if self._backups.from_server:
-            super(LocalTraining, self).restore_position()  # weights come from another member
-        else:
-            super().restore_position()
+    def resume(self, tensors: Mapping[str, Any] | None) -> None:
+        super().resume(tensors)
+        if tensors is None:
+            self._join()
 
-    def begin_epoch(self) -> None:
-        super().begin_epoch()
+    def begin_epoch(self, kept: Rows | None, trains: bool = True) -> None:
+        super().begin_epoch(kept, trains)
+        if not trains:
+            return
         self._skip()
         if not self._rounds.joined:
             self._trace()  # others wait for the steps of those that take part
@@ -348,10 +244,6 @@ class ElasticTraining(LocalTraining):
             self._rounds.join(*self._backups.known)
             self._backups.take_position()
 
-    def skip_run(self) -> None:
-        super().skip_run()
-        self._join()
-
     def _trace(self) -> None:
         call = self._data.next_call(1)
         if call is not None:
@@ -368,10 +260,9 @@ class ElasticTraining(LocalTraining):
 
         super().train(max_steps, on_begin, until_round)
 
-    def replica_state(self, slots: bool) -> tuple[Any, ...]:
-        if self._backups.saves_tensors:
-            return super().replica_state(slots)
-        return self.driver.state.rows()
+    def state(self, in_epoch: bool, slots: bool) -> DriverState:
+        self._rounds.saves = self._backups.saves_tensors
+        return super().state(in_epoch, slots and self._rounds.saves)
 
     def finish(self) -> None:
         self._join()

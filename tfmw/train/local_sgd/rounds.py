@@ -1,9 +1,10 @@
 """Rounds: replicas exchange the difference of their weights to the common ones, and take new ones.
 
-rounds = Rounds(model, strategy, settings)      # in a driver with on_own_step=rounds.count
-rounds.begin()                                  # an epoch: all replicas have the same weights
-rounds.after_step(number)                       # exchanges what is due
-rounds.meet()                                   # all weights: replicas have the same ones again
+rounds = Rounds(strategy, settings)
+with rounds.driver(model) as driver: ...        # replicas make steps of their own
+rounds.begin_epoch()                            # all replicas have the same weights
+rounds.after_steps(number)                      # exchanges what is due
+rounds.end_epoch()                              # all weights: replicas have the same ones again
 
 An outer gradient is the mean over replicas, weighted by the examples of each since its last
 exchange. Replicas that sum gradients in each step have the same weights, and count together. So
@@ -14,8 +15,9 @@ exchanges is a synchronous step.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -23,7 +25,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.compat import models, optimizers, placement
+from tfmw.compat.losses import ReplicaWeight
 from tfmw.compat.memory import view_of
+from tfmw.data import Sharding
 from tfmw.errors import UsageError
 from tfmw.observe.progress import blocking_call
 from tfmw.train.checkpoint import state
@@ -35,9 +39,11 @@ from tfmw.train.mirrored.collectives.all_reduce import RingBroken
 from tfmw.train.mirrored.collectives.connection import another_ring, ring_of
 from tfmw.train.mirrored.collectives.hierarchy import HierarchicalRing
 from tfmw.train.mirrored.collectives.reduction import Reduction
-from tfmw.train.mirrored.replicas import Replicas, Traces
+from tfmw.train.mirrored.replicas import Traces
+from tfmw.train.mirrored.sync_driver import SyncDriver
+from tfmw.train.mirrored.synchronization import weighted
 
-_OUTER, _REPLICAS, _BEGUN, _SUMMED = (
+_OUTER, _REPLICAS, BEGUN, _SUMMED = (
     f"rounds/{name}" for name in ("outer", "replicas", "begun", "summed")
 )  # names in backups
 
@@ -47,40 +53,70 @@ Exchange = tuple[int, Callable[[], tf.Tensor]]
 
 
 class Rounds:
-    """The exchanges of one call of fit.
+    """Replicas that train on their own, and exchange their weights every few steps.
+
+    Replicas of one machine may sum their gradients in each step; then machines exchange weights.
+    The methods are those of `EachStep`.
 
     Args:
-        model: placed on the replicas of `strategy`.
         strategy: a synchronous one.
         settings: of the call.
-
-    Raises:
-        UsageError: on all tasks, if the settings don't suit the model or the strategy.
+        sharding: of training batches; None if all replicas that have a part are of `strategy`.
     """
 
-    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy, settings: LocalSGD):
-        self._model = model
-        self._strategy = strategy
+    is_local = True
+    compression = None
+    shard_optimizer = False
+    gathers = False
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        settings: LocalSGD,
+        sharding: Sharding | None = None,
+    ):
+        self.strategy = strategy
+        self.sharding = sharding
+        self.reduction = Reduction(strategy)
+        by_machine = settings.between == "machines"
+        self._within_machine = self.reduction.within_machine() if by_machine else None
         self._settings = settings
-        self._replicas = Replicas(strategy, Reduction(strategy).transport)
         self._traces = Traces()
-        self._weights = list(model.trainable_variables)
-        self._ring = ring_of(strategy)
-        self._refuse()
-        self._outer = OuterStep(self._own_weights(), settings.outer, settings.fragments)
-        self._quantized: list[QuantizedSum] = []
-        if settings.compression is not None and self._ring is not None:
-            sizes = [self._outer.elements(f) for f in range(settings.fragments)]
-            if isinstance(self._ring, HierarchicalRing):
-                sizes = list(map(self._ring.longest_part, sizes))
-            self._quantized = [QuantizedSum(size, settings.compression) for size in sizes]
-        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._exchange: Exchange | None = None
         # Of each replica of this process: examples since the last exchange of each fragment.
         self._examples = [
             tf.Variable(tf.zeros([settings.fragments], tf.float64), trainable=False)
-            for _ in range(self._replicas.local)
+            for _ in range(placement.local_replicas(strategy))
         ]
-        self._exchange: Exchange | None = None
+
+    @contextlib.contextmanager
+    def driver(self, model: keras.Model) -> Iterator[SyncDriver]:
+        """The driver of a call, in which the model is placed.
+
+        Raises:
+            UsageError: on all tasks, if the settings don't suit the model or the strategy.
+        """
+        with SyncDriver(model, self) as driver, contextlib.ExitStack() as stack:
+            self._model, self._replicas = model, driver.replicas
+            self._weights = list(model.trainable_variables)
+            self._ring = ring_of(self.strategy)
+            self._refuse()
+            settings = self._settings
+            self._outer = OuterStep(self._own_weights(), settings.outer, settings.fragments)
+            self._quantized: list[QuantizedSum] = []
+            if settings.compression is not None and self._ring is not None:
+                sizes = [self._outer.elements(f) for f in range(settings.fragments)]
+                if isinstance(self._ring, HierarchicalRing):
+                    sizes = list(map(self._ring.longest_part, sizes))
+                self._quantized = [QuantizedSum(size, settings.compression) for size in sizes]
+            self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+            if settings.overlap and self._ring is not None:
+                self._ring = another_ring(self.strategy)  # steps may use the first one meanwhile
+                self._thread = concurrent.futures.ThreadPoolExecutor(1, "rounds")
+                stack.callback(self._thread.shutdown)
+                if self._ring is not None:
+                    stack.callback(self._ring.close)  # ends an exchange of a call that has failed
+            yield driver
 
     def _refuse(self) -> None:
         settings = self._settings
@@ -112,50 +148,60 @@ class Rounds:
                 "own ring, which connects workers without GPUs. Leave compression out here."
             )
 
-    def __enter__(self) -> Rounds:
-        if self._settings.overlap and self._ring is not None:
-            self._ring = another_ring(self._strategy)  # steps may use the first one meanwhile
-            self._thread = concurrent.futures.ThreadPoolExecutor(1, "rounds")
-        return self
+    # ------------------------------------------------------------ while a step is traced
 
-    def __exit__(self, *error: Any) -> None:
-        if self._thread is None:
-            return
-        if self._ring is not None:
-            self._ring.close()  # ends an exchange of a call that has failed
-        self._thread.shutdown()
-
-    def count(self, local: int, examples: tf.Tensor) -> None:
-        """Counts the examples of a step. In a replica context."""
+    def updated_by(self, local: int, examples: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+        """Counts the examples of a replica; returns those from which its update follows."""
+        del total
         counts = self._examples[local]
         counts.assign_add(tf.fill(counts.shape, tf.cast(examples, counts.dtype)))
+        within = self._within_machine
+        return examples if within is None else within.transport.summed(examples[None])[0]
 
-    # ------------------------------------------------------------ when
+    def reduced(
+        self, update: Any, grads: list[Any], variables: list[Any], weight: ReplicaWeight
+    ) -> contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]:
+        """Gradients of this replica -> gradients to apply, and the variables that they update."""
+        del update
+        if self._within_machine is not None:
+            own, total = (tf.cast(n, tf.float64) for n in (weight.examples, weight.updated_by))
+            grads = weighted(grads, weight, tf.math.divide_no_nan(own, total))
+            grads = self._within_machine(grads)
+        return contextlib.nullcontext((grads, variables))
 
-    def begin(self) -> None:
-        """The weights of all replicas, which are the same, are the common ones."""
+    def gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """Raises UsageError: a step has the slices of this replica only."""
+        raise UsageError(
+            "a layer looks at the global batch, of which a replica that trains on its own has "
+            "a part: train without sync=."
+        )
+
+    # ------------------------------------------------------------ between steps
+
+    def steps_to_next(self, step: int) -> int:
+        return self._settings.steps_to_next(step)
+
+    def begin_epoch(self) -> None:
         self._outer.begin(self._own_weights())
         for counts in self._examples:
             counts.assign(tf.zeros_like(counts))
 
-    def after_step(self, step: int) -> None:
-        """Exchanges what is due after a step of the epoch, from 1. All tasks must call it."""
-        begun = self._settings.begun_after(step)
-        if begun is not None and self._exchange is None:
-            self._begin(begun)
-        if self._exchange is not None and self._settings.applied_after(step) == self._exchange[0]:
-            self._apply(MIXED if self._settings.overlap else 0.0)
+    def after_steps(self, step: int) -> None:
+        with self._replicas.lost_peer_named():
+            begun = self._settings.begun_after(step)
+            if begun is not None and self._exchange is None:
+                self._begin(begun)
+            applied = self._settings.applied_after(step)
+            if self._exchange is not None and applied == self._exchange[0]:
+                self._apply(MIXED if self._settings.overlap else 0.0)
 
-    def meet(self) -> None:
-        """Exchanges all that changed since; then all replicas have the common weights.
-
-        All tasks must call it.
-        """
-        if self._exchange is not None:
-            self._apply(MIXED)
-        for fragment in range(self._settings.fragments):
-            if self._begin(fragment):
-                self._apply(0.0)
+    def end_epoch(self) -> None:
+        with self._replicas.lost_peer_named():
+            if self._exchange is not None:
+                self._apply(MIXED)
+            for fragment in range(self._settings.fragments):
+                if self._begin(fragment):
+                    self._apply(0.0)
 
     # ------------------------------------------------------------ one exchange
 
@@ -234,7 +280,7 @@ class Rounds:
         return [models.native(self._weights[i]) for i in self._outer.fragments[fragment]]
 
     def _own_weights(self) -> list[tf.Tensor]:
-        copies = (placement.local_copies(self._strategy, w)[0] for w in self._weights)
+        copies = (placement.local_copies(self.strategy, w)[0] for w in self._weights)
         return [copy.read_value() for copy in copies]
 
     def _traced(self, function: Callable[..., Any], *constants: Any) -> Callable[..., Any]:
@@ -253,6 +299,10 @@ class Rounds:
 
         The model's weights in a backup are the common ones; those of each replica are beside them.
         """
+        with self._replicas.lost_peer_named():
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
         names = {id(variable): name for name, variable in state.named(self._model).items()}
         found = {
             names[id(w)]: tf.identity(common.value)  # it is written while steps go on
@@ -267,7 +317,7 @@ class Rounds:
         begun, summed = -1, tf.zeros([0], self._outer.dtype)
         if self._exchange is not None:
             begun, summed = self._exchange[0], self._waited_for(self._exchange[1])
-        return {**found, _BEGUN: tf.constant(begun, tf.int64), _SUMMED: summed}
+        return {**found, BEGUN: tf.constant(begun, tf.int64), _SUMMED: summed}
 
     def restore(self, tensors: Mapping[str, Any]) -> None:
         """Restores a result of `state`, of any number of replicas. All tasks must call it.
@@ -275,17 +325,21 @@ class Rounds:
         Args:
             tensors: of the backup, on the chief.
         """
-        self.begin()
+        self.begin_epoch()
+        with self._replicas.lost_peer_named():
+            self._restore(tensors)
+
+    def _restore(self, tensors: Mapping[str, Any]) -> None:
         own = placement.updated_variables(self._model)
         count = len(own) + 1 + len(self._quantized)
         outer, rows = _numbered(_OUTER, len(self._outer.state)), _numbered(_REPLICAS, count)
-        found = iter(self._from_chief(tensors, [*outer, *rows, _BEGUN, _SUMMED]))
+        found = iter(self._from_chief(tensors, [*outer, *rows, BEGUN, _SUMMED]))
         for variable in self._outer.state:
             variable.assign(next(found))
         *of_replicas, begun, summed = found
         first = self._replicas.sharding.local.start
         for local in range(self._replicas.local):
-            copies = [placement.local_copies(self._strategy, v)[local] for v in own]
+            copies = [placement.local_copies(self.strategy, v)[local] for v in own]
             for copy, of_all in zip(copies, of_replicas, strict=False):
                 copy.assign(tf.cast(self._of_replica(of_all, first + local), copy.dtype))
             self._examples[local].assign(self._of_replica(of_replicas[len(own)], first + local))
@@ -296,6 +350,10 @@ class Rounds:
         if int(begun) >= 0:
             mean = tf.constant(summed)
             self._exchange = int(begun), lambda: mean
+
+    def as_json(self) -> dict[str, Any]:
+        """What the position in a backup says of the settings."""
+        return {"rounds": self._settings.as_json()}
 
     def _of_replica(self, rows: np.ndarray, replica: int) -> np.ndarray:
         """A replica's value; the mean of all where another number of replicas goes on."""
@@ -321,7 +379,7 @@ class Rounds:
             value = own[i] if group.is_chief else tf.zeros(shape, dtype)
             variable = tf.Variable(value, trainable=False)
             if math.prod(shape):
-                broadcast(self._strategy, [variable])
+                broadcast(self.strategy, [variable])
             found.append(variable.numpy())
         return found
 

@@ -116,6 +116,15 @@ class LocalSGD:
         names = ("fragments", "overlap", "compression", "between", "elastic", "outer", "seconds")
         return {"every": self.steps, **{name: getattr(self, name) for name in names}}
 
+    def refuse_other(self, record: dict[str, Any] | None) -> None:
+        """Raises UsageError if a backup was written with other settings."""
+        saved = None if record is None else record["feed"].get("rounds")
+        if saved is not None and saved != self.as_json():
+            raise UsageError(
+                f"the backup was written with {saved}, this call has {self.as_json()}: resume with "
+                "the same sync=, or use another backup_dir."
+            )
+
     # ------------------------------------------------------------ the schedule
 
     def begun_after(self, step: int) -> int | None:

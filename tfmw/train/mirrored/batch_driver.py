@@ -31,6 +31,7 @@ from tfmw.errors import UsageError
 from tfmw.observe.progress import report_alive, report_progress
 from tfmw.train.mirrored.replicas import new_function
 from tfmw.train.mirrored.sync_driver import StepKind, SyncDriver
+from tfmw.train.mirrored.synchronization import EachStep
 
 _training_steps = itertools.count(1)  # of all models of a loop
 
@@ -50,7 +51,7 @@ class BatchDriver:
     def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy):
         self._model = model
         self._strategy = strategy
-        self._driver = SyncDriver(model, strategy)
+        self._driver = SyncDriver(model, EachStep(strategy))
         self._sharding = self._driver.replicas.sharding
         self._driver.copies = {}
         self._sums = new_function(self._sum_over_tasks)
@@ -99,13 +100,15 @@ class BatchDriver:
         kind = key[0]
         if self._model.run_eagerly:
             with self._driver as driver:
-                yield driver.batch_step(kind)
+                yield self._whole_step(driver, kind)
             return
         while key not in self._functions:
             with self._driver as driver:
                 function: Any = driver.traces.get(
                     ("batch", kind, driver.exchanges),
-                    lambda: driver.traces.function(driver.batch_step(kind), reduce_retracing=True),
+                    lambda: driver.traces.function(
+                        self._whole_step(driver, kind), reduce_retracing=True
+                    ),
                 )
                 function.get_concrete_function(*arguments)
                 if driver.exchanges_are_complete():
@@ -116,6 +119,40 @@ class BatchDriver:
         lost_peer_named = self._driver.replicas.lost_peer_named()
         with placed if copies else contextlib.nullcontext(), lost_peer_named:
             yield self._functions[key]
+
+    def _whole_step(self, driver: SyncDriver, kind: StepKind) -> Callable[..., Any]:
+        """A step after which the state of all replicas is equal.
+
+        Metrics then have the values of the whole batch, moving averages their mean, and seeds do
+        not depend on the replica.
+
+        Returns:
+            A function (this process's parts of the batch, int64 [] examples of the whole batch)
+            -> logs.
+        """
+        driver.results.reset()
+        step = driver.global_step(kind)
+        replicas, sharding = driver.replicas, self._sharding
+
+        def vary_seeds() -> None:
+            placement.vary_seeds(self._model, sharding.local.start + replicas.local_index())
+
+        def begin() -> None:
+            self._model.reset_metrics()
+            vary_seeds()
+
+        def end() -> None:
+            vary_seeds()
+            if kind.trains and replicas.count > 1:
+                driver.state.average_on_replica(driver.state.variables())
+
+        def whole_step(parts: Any, total: tf.Tensor) -> Any:
+            replicas.run(begin, ())
+            step(parts, sharding.counts(total), total)
+            replicas.run(end, ())
+            return driver.results.of_batch(kind.name)
+
+        return whole_step
 
     def _sum_over_tasks(self, values: tf.Tensor) -> tf.Tensor:
         replicas = self._driver.replicas

@@ -1,6 +1,6 @@
 """The driver of a call: the previous call's, with its traced steps, while they are valid.
 
-    with cached_driver(model, strategy) as driver:
+    with cached_driver(model, EachStep(strategy)) as driver:
         driver.run_steps("test", ...)
 
 Tracing a step takes seconds for a large model, and a loop that evaluates after every epoch would
@@ -23,12 +23,11 @@ import tensorflow as tf
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.compat import datasets, models, placement
+from tfmw.compat.kept import kept_with
 from tfmw.train.mirrored.collectives import reduction
 from tfmw.train.mirrored.collectives.connection import ring_of
 from tfmw.train.mirrored.sync_driver import SyncDriver
 
-# Prefix of TensorFlow's own attributes, which neither Keras nor `objects.saveable_state` saves.
-_KEPT = "_self_tfmw_kept"
 _MOST_KEPT = 2  # one for training and one for evaluation, if precision or compression differ
 
 
@@ -37,7 +36,6 @@ class _CachedDriver(NamedTuple):
 
     parts: list[Any]  # must be the same objects; with others the driver is never valid again
     settings: list[Any]  # of the model and of the call, compared by value
-    shard_optimizer: Any
     driver: SyncDriver
 
 
@@ -47,17 +45,14 @@ def same_objects(some: list[Any], others: list[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def cached_driver(
-    model: keras.Model,
-    strategy: tf.distribute.Strategy,
-    compression: str | None = None,
-    shard_optimizer: Any = None,
-) -> Iterator[SyncDriver]:
+def cached_driver(model: keras.Model, sync: Any) -> Iterator[SyncDriver]:
     """A driver in which the model is placed.
 
-    The arguments are those of `SyncDriver`; without `shard_optimizer` the call updates nothing, and
-    a driver of any choice serves.
+    Args:
+        sync: an `EachStep`. If its `shard_optimizer` is None, the call updates nothing, and a
+            driver of any choice serves.
     """
+    strategy = sync.strategy
     layers, variables = models.layers_of(model), placement.all_variables(model)
     parts = [
         strategy,
@@ -71,7 +66,7 @@ def cached_driver(
         *map(models.native, variables),
     ]
     settings = [
-        compression,
+        sync.compression,
         datasets.is_deterministic(),
         model.run_eagerly,
         model.jit_compile,
@@ -79,32 +74,32 @@ def cached_driver(
         *(variable.trainable for variable in variables),
     ]
     # An invalid driver is freed before the call needs memory.
-    others = [k for k in vars(model).pop(_KEPT, []) if same_objects(k.parts, parts)]
+    kept = kept_with(model)
+    others = [k for k in kept.drivers if same_objects(k.parts, parts)]
+    kept.drivers = ()
     number = next(
         (
             i
             for i, k in enumerate(others)
-            if shard_optimizer in (None, k.shard_optimizer) and k.settings == settings
+            if sync.shard_optimizer in (None, k.driver.sync.shard_optimizer or False)
+            and k.settings == settings
         ),
         None,
     )
     # All workers reuse it, or none does: TensorFlow numbers collectives in the order of tracing.
     numbers = set(Group.of(strategy).from_all(number))
     if number is not None and len(numbers) == 1:
-        kept = others.pop(number)
-        driver, shard_optimizer = kept.driver, kept.shard_optimizer
+        driver = others.pop(number).driver
         driver.reset()
     else:
-        shard_optimizer = shard_optimizer or False
-        driver = SyncDriver(model, strategy, compression, shard_optimizer)
+        driver = SyncDriver(model, sync)
     try:
         with driver:
             yield driver
     finally:
-        vars(model).pop(_KEPT, None)  # of nested calls
+        kept.drivers = ()  # of nested calls
     # Others have copies of variables, which change between calls.
     natives = map(models.native, placement.all_variables(model))
     distributed = any(isinstance(v, tf.distribute.DistributedValues) for v in natives)
     if driver.replicas.local == 1 and not distributed:
-        kept_drivers = [_CachedDriver(parts, settings, shard_optimizer, driver), *others]
-        vars(model)[_KEPT] = kept_drivers[:_MOST_KEPT]
+        kept.drivers = [_CachedDriver(parts, settings, driver), *others][:_MOST_KEPT]

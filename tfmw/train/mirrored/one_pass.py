@@ -15,9 +15,9 @@ from tfmw.train.arguments import FitArguments, limited_steps
 from tfmw.train.epoch_iterator import EpochIterator
 from tfmw.train.fit_context import FitContext
 from tfmw.train.loop import ValidationSignals
-from tfmw.train.mirrored.cached_driver import cached_driver
 from tfmw.train.mirrored.sync_driver import SyncDriver
 from tfmw.train.mirrored.sync_training import run_evaluation
+from tfmw.train.mirrored.synchronization import EachStep
 from tfmw.train.own_methods import calling_evaluate
 
 
@@ -46,7 +46,7 @@ def pass_over(
     batches = EpochIterator(source, context.group, context.sharding, steps, "steps")
     evaluates = method == "evaluate"
     context.build(batches.shard.element_spec, for_inputs=not evaluates)
-    with cached_driver(context.model, context.strategy) as driver:
+    with EachStep(context.strategy).driver(context.model) as driver:
         driver.splits = splits
         callback_list = context.callback_list(
             callbacks,

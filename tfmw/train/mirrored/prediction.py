@@ -159,7 +159,7 @@ class Predictions:
         steps, widths = map(list, zip(*described, strict=True))
         if not any(steps):
             raise UsageError("the dataset is empty: expected at least one batch to predict.")
-        with self._driver.errors_named():
+        with replicas.step_errors(self._driver.splits):
             all_rows = np.split(_all_rows(replicas, own), np.cumsum(steps)[:-1])
             leaves = [
                 _in_order(

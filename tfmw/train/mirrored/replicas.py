@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,15 @@ import tensorflow as tf
 from tfmw.cluster.group import Group
 from tfmw.compat import models, placement
 from tfmw.data import Sharding
+from tfmw.data.whole_batches import WHOLE_BATCHES
+from tfmw.errors import UsageError
 from tfmw.observe.progress import blocking_call
 
 if TYPE_CHECKING:
     from tfmw.train.mirrored.collectives.transports import Transport
+
+_REFUSAL = re.compile(rf"a batch has \d+ rows in .*? {re.escape(WHOLE_BATCHES)}", re.DOTALL)
+_OF_SHAPES = re.compile(r"shape|dimension|incompatible|broadcast|Reshape|size", re.IGNORECASE)
 
 
 class Replicas:
@@ -72,6 +78,34 @@ class Replicas:
             lost = isinstance(broken, OSError | tf.errors.OpError)
             raise (self.group.root_cause(broken) if lost else broken) from None
 
+    @contextlib.contextmanager
+    def step_errors(self, splits: bool) -> Iterator[None]:
+        """Adds a hint to the errors of a step that partial batches may cause.
+
+        Args:
+            splits: whether each replica has a part of the batch.
+        """
+        try:
+            with self.lost_peer_named():
+                yield
+        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as e:
+            if self.count == 1 or not splits:
+                raise
+            refusal = _REFUSAL.search(str(e))
+            if refusal is not None:
+                raise UsageError(refusal.group()) from None
+            if "None" in str(e):
+                e.add_note(
+                    "tfmw: steps are traced for batches of any size, of which a replica has a "
+                    "part: use keras.ops.shape(x)[0], which is a tensor, in place of x.shape[0]."
+                )
+            if _OF_SHAPES.search(str(e)):
+                e.add_note(
+                    f"tfmw: each of {self.count} replicas had a part of the batch. If the model "
+                    "needs whole batches, pass split_batch=False: each replica then takes one."
+                )
+            raise
+
     def from_chief(self, numbers: Sequence[float]) -> list[float]:
         """The chief's numbers, on every task. A collective, with as many numbers on each.
 
@@ -121,7 +155,7 @@ def local_index(strategy: tf.distribute.Strategy) -> int:
     return number - placement.first_local_replica(strategy)
 
 
-def carrier_of(dtype: tf.DType) -> tf.DType:
+def wire_dtype_of(dtype: tf.DType) -> tf.DType:
     """The dtype in which values of `dtype` are sent unchanged: collectives support only a few.
 
     Complex ones are sent as pairs of their parts.
@@ -148,7 +182,7 @@ def in_packs(
     out: list[Any] = [None] * len(values)
     by_carrier: dict[tf.DType, list[int]] = {}
     for i, value in enumerate(values):
-        by_carrier.setdefault(carrier_of(value.dtype), []).append(i)
+        by_carrier.setdefault(wire_dtype_of(value.dtype), []).append(i)
     for carrier, positions in sorted(by_carrier.items(), key=lambda item: item[0].name):
         own = [_carried(values[i], carrier) for i in positions]
         for i, part in zip(positions, split_as(exchange(flattened(own)), own), strict=True):

@@ -29,6 +29,7 @@ import tensorflow as tf
 
 from tfmw.compat import optimizer_part, optimizers
 from tfmw.compat.graph import inputs_first
+from tfmw.compat.kept import kept_with
 from tfmw.compat.memory import copies_of
 from tfmw.compat.models import native
 from tfmw.errors import UsageError
@@ -39,9 +40,7 @@ from tfmw.train.mirrored.shard_plan import ShardPlan, divided
 
 logger = logging.getLogger("tfmw")
 
-_UPDATES = "_self_tfmw_updates"  # so called, it does not count as the model's own
 _SHARDED = "sharded over"
-_LAST = "_self_tfmw_last_updates"
 
 _WRITES = (
     "AssignVariableOp",
@@ -78,7 +77,6 @@ class ShardedUpdate:
         reduction: of the strategy's gradients.
         choice: True, False or "auto": where it pays.
         eager: whether steps run op by op.
-        compressed: whether gradients are sent in 16 bits.
     """
 
     def __init__(
@@ -86,9 +84,7 @@ class ShardedUpdate:
         optimizer: Any,
         reduction: Reduction,
         choice: Any = False,
-        *,
         eager: bool = False,
-        compressed: bool = False,
     ):
         self.optimizer = optimizer
         self._reduction = reduction
@@ -102,7 +98,7 @@ class ShardedUpdate:
         self.made = False  # whether any update has been traced
         self._assigned_in_steps = False
         self.read_between_steps = False  # whether callbacks of this call may look at the optimizer
-        self._refused = self._why_not(eager, compressed)
+        self._refused = self._why_not(eager)
 
     @property
     def reason(self) -> str | None:
@@ -120,8 +116,8 @@ class ShardedUpdate:
         """The plan, if the steps of this call follow it."""
         return self._plan if self.reason is None else None
 
-    def _why_not(self, eager: bool, compressed: bool) -> str | None:
-        if self._choice is False:
+    def _why_not(self, eager: bool) -> str | None:
+        if not self._choice:
             return "shard_optimizer=False"
         if self._transport.size == 1:
             return "there is one replica"
@@ -132,7 +128,7 @@ class ShardedUpdate:
             return refused
         if self._transport.whole_sums:
             return "TensorFlow's collectives would send half as many bytes again"
-        if compressed:
+        if self._reduction.wire_dtype is not None:
             return "gradient_compression halves gradients, and not weights"
         size = sum(v.shape.num_elements() * v.value.dtype.size for v in self._variables)
         if size < MIN_BYTES:
@@ -161,7 +157,7 @@ class ShardedUpdate:
         """
         if self.reason is None and self._plan is None:
             self._make_plan(grads, variables)
-        if not self.made and self._transport.ranks[0] == 0 and self._choice is not False:
+        if not self.made and self._transport.ranks[0] == 0 and self._choice:
             level = logging.WARNING if self.reason and self._choice is True else logging.INFO
             logger.log(level, "%s updates the weights %s", self.optimizer.name, self.description)
         self.made = True
@@ -325,7 +321,7 @@ class ShardedUpdate:
 
 def is_driven(model: Any) -> bool:
     """Whether a call of fit, evaluate or predict has the model now."""
-    return bool(vars(model).get(_UPDATES))
+    return bool(kept_with(model).updates)
 
 
 @contextlib.contextmanager
@@ -337,36 +333,37 @@ def sharded_updates(model: Any, updates: list[ShardedUpdate]) -> Iterator[None]:
     Raises:
         UsageError: the state of an optimizer was lost so.
     """
-    outer: list[ShardedUpdate] = vars(model).get(_UPDATES, [])
+    kept = kept_with(model)
+    outer = kept.updates
     for update in outer:  # within another call, by a callback
         update.restore_whole()
         update.weights_stale = True
     for update in updates:
         optimizer_part.refuse_empty(update.optimizer)
         update.weights_stale = True
-    vars(model)[_UPDATES] = updates  # past Keras's __setattr__
+    kept.updates = updates
     try:
         yield
         for update in updates:
             update.restore_whole()
         if any(update.made for update in updates):
-            vars(model)[_LAST] = [update.description for update in updates]
+            kept.last_updates = [update.description for update in updates]
     except BaseException:
         for update in updates:
             update.restore_alone()
         raise
     finally:
-        vars(model)[_UPDATES] = outer
+        kept.updates = outer
 
 
 def is_sharded(model: Any) -> bool:
     """Whether the steps of the last call sharded the update of the weights."""
-    return any(line.startswith(_SHARDED) for line in vars(model).get(_LAST, []))
+    return any(line.startswith(_SHARDED) for line in kept_with(model).last_updates)
 
 
 def description(model: Any) -> str:
     """How the steps of the last call updated the weights."""
-    return "; ".join(vars(model).get(_LAST, []))
+    return "; ".join(kept_with(model).last_updates)
 
 
 def _environments_choice() -> Any:

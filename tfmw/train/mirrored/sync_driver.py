@@ -1,6 +1,6 @@
 """The synchronous driver: one model, many replicas, the results of one process.
 
-    with SyncDriver(model, strategy) as driver:
+    with SyncDriver(model, EachStep(strategy)) as driver:
         steps = driver.run_steps("train", data.next_call(10))    # of an `EpochIterator`
         logs = driver.metrics("train")
 
@@ -16,16 +16,15 @@ So every replica makes the same update, and none needs a cross-replica context. 
 its own metrics; they are combined when they are read.
 
 A training step reads top to bottom here: `run_steps`, `_step_loop`, `_replica_step`,
-`_call_step`, and, from within the optimizer, `_reduced`.
+`_call_step`, and, from within the optimizer, `EachStep.reduced`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -41,28 +40,21 @@ from tfmw.compat import (
     placement,
 )
 from tfmw.compat.assigned_weights import Assignable, Exchanges
-from tfmw.compat.gradients import scaled
 from tfmw.compat.metric_variables import (
     counting_batches_once,
     metric_variables,
     recorded_assignments,
 )
-from tfmw.data import Sharding, examples_of, map_tensors, step_of
-from tfmw.data.whole_batches import WHOLE_BATCHES
-from tfmw.errors import UsageError
+from tfmw.data import examples_of, map_tensors, step_of
 from tfmw.observe.progress import report_alive
 from tfmw.observe.step_times import StepTimes
 from tfmw.tables.table import is_table
 from tfmw.train.epoch_iterator import Call
 from tfmw.train.mirrored.agreement import agree, checksum
-from tfmw.train.mirrored.collectives.reduction import Reduction
 from tfmw.train.mirrored.metrics import Noted, ReplicaMetrics, ReplicaState, noted_results
 from tfmw.train.mirrored.replicas import Replicas, Traces
 from tfmw.train.mirrored.sharded_update import ShardedUpdate, sharded_updates
 from tfmw.train.mirrored.step_loops import step_loop
-
-_REFUSAL = re.compile(rf"a batch has \d+ rows in .*? {re.escape(WHOLE_BATCHES)}", re.DOTALL)
-_OF_SHAPES = re.compile(r"shape|dimension|incompatible|broadcast|Reshape|size", re.IGNORECASE)
 
 
 class StepKind(NamedTuple):
@@ -82,52 +74,26 @@ class SyncDriver:
 
     Args:
         model: compiled and built, with its optimizer built.
-        strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
-        compression: "fp16" or "bf16": the dtype in which gradients are sent and summed; None for
-            their own.
-        shard_optimizer: whether workers shard the update of the weights; see `ShardedUpdate`.
-        on_own_step: makes each replica train on its own: no gradient is reduced. Called in each of
-            its training steps, with its index in this process and int32 [], its examples.
-        together: whether the replicas of a machine reduce their gradients, beside `on_own_step`.
-        parts: how training batches are divided, if processes that are no replicas of `strategy`
-            take part: each of one replica. Beside `on_own_step`.
+        sync: how replicas agree on their weights: `EachStep` of `synchronization.py`, or an object
+            with the same methods.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        strategy: tf.distribute.Strategy,
-        compression: str | None = None,
-        shard_optimizer: Any = False,
-        on_own_step: Callable[[int, Any], None] | None = None,
-        together: bool = False,
-        parts: Sharding | None = None,
-    ):
+    def __init__(self, model: keras.Model, sync: Any):
         self.model = model
-        self.strategy = strategy
+        self.sync = sync
+        self.strategy: tf.distribute.Strategy = sync.strategy
         self.examples = 0  # of the steps so far, over all replicas
         self.times = StepTimes()  # of this worker's training steps
         self.copies: dict[int, tf.Variable] | None = None  # see `placement.placed`
         self.splits = True  # whether replicas have parts of batches, and not whole ones
-        self._on_own_step = on_own_step
-        self._parts = parts
-        self._reduction = Reduction(strategy, compression)
-        self._within_machine = self._reduction.within_machine() if together else None
         self.updates = [
-            ShardedUpdate(
-                optimizer,
-                self._reduction,
-                shard_optimizer,
-                eager=model.run_eagerly,
-                compressed=compression is not None,
-            )
+            ShardedUpdate(optimizer, sync.reduction, sync.shard_optimizer, model.run_eagerly)
             for optimizer in optimizers.optimizers_of(model)
         ]
-        self.replicas = Replicas(strategy, self._reduction.transport)
+        self.replicas = Replicas(self.strategy, sync.reduction.transport)
         self.traces = Traces()
         self.results = ReplicaMetrics(model, self.replicas, self.traces)
         self.state = ReplicaState(model, self.replicas, self.traces)
-        self._gathers = False  # sparse gradients, as of embeddings, or ids, by TensorFlow
         self._has_synchronized_norm = models.has_synchronized_batch_norm(model)
         # XLA compiles for one device, and lookups run on servers.
         self._has_tables = any(map(is_table, model.variables))
@@ -166,7 +132,7 @@ class SyncDriver:
                 enter(local_updates.fused_update(update.optimizer, variables))
             for update in self.updates:
                 if self.replicas.count > 1:
-                    reduced = functools.partial(self._reduced, update)
+                    reduced = functools.partial(self.sync.reduced, update)
                     enter(local_updates.replica_local_updates(update.optimizer, reduced))
                 else:
                     # A strategy of one device refuses to update variables outside of its scope.
@@ -196,13 +162,13 @@ class SyncDriver:
         """
         trains = name == "train"
         iterator, max_steps, sizes = call.iterator, call.max_steps, call.shard_sizes
-        uneven = self._parts is not None and trains and sizes.empty
+        uneven = self.sync.sharding is not None and trains and sizes.empty
         uneven |= self.replicas.count > 1 and (
             sizes.empty or (sizes.uneven and trains and bool(self.state.variables()))
         )
         kind = StepKind(name, uneven, size_known)
         shares_now = [update.of_call is None for update in self.updates]
-        with self.errors_named():
+        with self.replicas.step_errors(self.splits):
             loop = self.traces.get(
                 (kind, repr(iterator.element_spec), *shares_now),
                 lambda: self._step_loop(kind, iterator),
@@ -210,7 +176,7 @@ class SyncDriver:
             taken = [update.before_steps() for update in self.updates] if trains else []
             if any(taken):
                 self._placement.free_originals()
-            if not self._gathers:
+            if not self.sync.gathers:
                 return self._run(loop, iterator, max_steps, trains)
             # A batch of another shape, such as the last one, needs its own call.
             for steps_done in range(max_steps):
@@ -260,9 +226,7 @@ class SyncDriver:
         Its result is int64 [], over all replicas; 0 at the end of the data.
         """
         averages = self.state.variables() if kind.uneven and kind.trains else []
-        sharding = self.replicas.sharding
-        if kind.trains and self._parts is not None:
-            sharding = self._parts
+        sharding = (kind.trains and self.sync.sharding) or self.replicas.sharding
 
         def one_step(*element: Any) -> Any:
             parts, counts, total = step_of(element, sharding)
@@ -287,16 +251,16 @@ class SyncDriver:
         """One step on one replica. Returns int32 [], 0 once no replica has any examples."""
         local = self.replicas.local_index()
         batch = parts[local]
-        own_step = self._on_own_step if kind.trains else None
+        is_local = kind.trains and self.sync.is_local
         # The number of examples of a batch is that of its first tensor.
-        divided = self.replicas.count > 1 or self._parts is not None
+        divided = self.replicas.count > 1 or self.sync.sharding is not None
         counts_differ = divided and (kind.uneven or not kind.size_known)
         rows = tf.cast(counts[local] if counts_differ else examples_of(batch), tf.int32)
         if self.replicas.count == 1:
 
             def step() -> tf.Tensor:
-                if own_step is not None:
-                    own_step(local, rows)
+                if kind.trains:
+                    self.sync.updated_by(local, rows, rows)
                 self._call_step(kind, batch, local, None)
                 return rows
 
@@ -305,29 +269,21 @@ class SyncDriver:
             total = tf.cast(tf.identity(total), tf.int32)
         else:
             (total,) = self.replicas.sum([tf.identity(rows)])
-        updated_by = total
-        if own_step is not None:
-            updated_by = rows
-            if self._within_machine is not None:
-                updated_by = self._within_machine.transport.summed(rows[None])[0]
         weight = losses.ReplicaWeight(
             rows,
             total,
             uneven=kind.uneven,
             size_known=kind.size_known,
-            in_loss=own_step is None
+            in_loss=not is_local
             and not models.overrides_step(self.model, "train_step")
             and not self.exchanges.gradients,
             exchanges=self.exchanges,
             assignable=self._assignable,
             coupled=self._has_synchronized_norm,
-            sums=self.replicas.sum,
-            gather=self._gathered,
-            alone=own_step is not None,
-            updated_by=updated_by,
+            sums=None if is_local else self.replicas.sum,
+            gather=self.sync.gathered,
+            updated_by=self.sync.updated_by(local, rows, total) if kind.trains else total,
         )
-        if own_step is not None:
-            own_step(local, rows)
         with losses.weighting_losses(weight):
             if kind.uneven:
                 self._uneven_step(kind, batch, local, weight, averages)
@@ -346,16 +302,16 @@ class SyncDriver:
         """A step in which shards differ in size, and this replica may have no examples.
 
         A replica without examples runs every collective, on a copy of some example, and contributes
-        nothing: no gradient, no metric, no moving average. If it trains on its own, and so do
-        those with which it trains together, it makes no update.
+        nothing: no gradient, no metric, no moving average. If no replica that makes the same update
+        has any, as in local SGD, it makes no update.
         """
         present = weight.examples > 0
         kept = [(v, tf.identity(v.value), present) for v in metric_variables(self.model)]
-        if weight.alone:
+        if weight.is_local:
             updates = weight.updated_by > 0
             of_model = placement.updated_variables(self.model)
             kept += [(v, tf.identity(v.value), updates) for v in of_model]
-        if averages and not weight.alone:
+        if averages and not weight.is_local:
             # With equal initial values, the weighted mean of the replicas' values is the right one.
             self.state.average_on_replica(averages)
         before_step = [(models.native(v), tf.identity(v.value)) for v in averages]
@@ -432,108 +388,6 @@ class SyncDriver:
         )
         return step(batch)
 
-    def _reduced(
-        self,
-        update: ShardedUpdate,
-        grads: list[Any],
-        variables: list[Any],
-        weight: losses.ReplicaWeight,
-    ) -> contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]:
-        """Gradients of this replica -> gradients of the global batch, and what they update."""
-        within, factor = self._within_machine, weight.fraction
-        if within is not None:  # the update of replicas that train together
-            own, total = (tf.cast(n, tf.float64) for n in (weight.examples, weight.updated_by))
-            factor = tf.math.divide_no_nan(own, total)
-        elif weight.alone:
-            return contextlib.nullcontext((grads, variables))
-        else:
-            for grad, variable in zip(grads, variables, strict=True):
-                if grad is not None:
-                    weight.note(f"the gradient of {variable.path}", grad)
-        if not weight.loss_weighted:
-            grads = scaled(grads, factor)
-        if weight.uneven:
-            present = weight.examples > 0
-            grads = [_or_zeros(g, present) for g in grads]
-        if within is not None:
-            return contextlib.nullcontext((within(grads), variables))
-        if any(isinstance(grad, tf.IndexedSlices) for grad in grads):
-            self._note_gather()
-        return update.reduced(grads, variables)
-
-    def _gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-        """The slices of all replicas, which layers gather within a step."""
-        if self._on_own_step is not None:
-            raise UsageError(
-                "a layer looks at the global batch, of which a replica that trains on its own has "
-                "a part: train without sync=."
-            )
-        self._note_gather()
-        (gathered,) = self._reduction.transport([slices])
-        return gathered
-
-    def _note_gather(self) -> None:
-        # TensorFlow's collectives need slices of one shape in all steps of a call, else they raise
-        # "Shape mismatch in the collective instance"; the ring does not.
-        self._gathers |= self._reduction.transport.ring is None
-
-    def batch_step(self, kind: StepKind) -> Callable[..., Any]:
-        """A function for one batch, after which the state of all replicas is equal.
-
-        Between two of its calls the model is an ordinary one: metrics have the values of the whole
-        batch, moving averages their mean, and seeds do not depend on the replica.
-
-        Returns:
-            A function (this process's parts of the batch, int64 [] examples of the whole batch)
-            -> logs.
-        """
-        self.results.reset()
-        step = self.global_step(kind)
-        sharding = self.replicas.sharding
-        run, first = self.replicas.run, sharding.local.start
-
-        def begin() -> None:
-            self.model.reset_metrics()
-            placement.vary_seeds(self.model, first + self.replicas.local_index())
-
-        def end() -> None:
-            placement.vary_seeds(self.model, first + self.replicas.local_index())
-            if kind.trains and self.replicas.count > 1:
-                self.state.average_on_replica(self.state.variables())
-
-        def whole_step(parts: Any, total: tf.Tensor) -> Any:
-            run(begin, ())
-            step(parts, sharding.counts(total), total)
-            run(end, ())
-            return self.results.of_batch(kind.name)
-
-        return whole_step
-
-    @contextlib.contextmanager
-    def errors_named(self) -> Iterator[None]:
-        """Says of errors in a step that the replica had a part of a batch, if that may be why."""
-        try:
-            with self.replicas.lost_peer_named():
-                yield
-        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as e:
-            if self.replicas.count == 1 or not self.splits:
-                raise
-            refusal = _REFUSAL.search(str(e))
-            if refusal is not None:
-                raise UsageError(refusal.group()) from None
-            if "None" in str(e):
-                e.add_note(
-                    "tfmw: steps are traced for batches of any size, of which a replica has a "
-                    "part: use keras.ops.shape(x)[0], which is a tensor, in place of x.shape[0]."
-                )
-            if _OF_SHAPES.search(str(e)):
-                e.add_note(
-                    f"tfmw: each of {self.replicas.count} replicas had a part of the batch. If the "
-                    "model needs whole batches, pass split_batch=False: each replica then takes "
-                    "one."
-                )
-            raise
-
     # ------------------------------------------------------------ between steps
 
     def restore_optimizer(self) -> None:
@@ -559,7 +413,7 @@ class SyncDriver:
         seeds = placement.seeds_of(self.model)
         metrics = metric_variables(self.model)
         own = self.state.all_variables() if inside_epoch else []
-        if self._on_own_step is not None:
+        if self.sync.is_local:
             # The optimizers' state always differs, weights only within an epoch.
             same = set() if inside_epoch else set(map(id, self.model.variables))
             own += [v for v in placement.updated_variables(self.model) if id(v) not in same]
@@ -599,12 +453,3 @@ def _of_any_rows(tensor: Any) -> Any:
     if isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy"):
         return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
     return tensor
-
-
-def _or_zeros(grad: Any, present: tf.Tensor) -> Any:
-    """A gradient, or zeros where `present` is false; None stays None."""
-    if grad is None:
-        return None
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(_or_zeros(grad.values, present), grad.indices, grad.dense_shape)
-    return tf.cond(present, lambda: grad, lambda: tf.zeros_like(grad))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfmw.cluster.group import Group
 from tfmw.compat import optimizers
-from tfmw.data import Sharding
 from tfmw.observe import goodput, tracing
 from tfmw.observe.step_times import StepTimes
 from tfmw.tables.table import refuse_tables
@@ -18,8 +16,7 @@ from tfmw.train.arguments import FitArguments
 from tfmw.train.checkpoint.tensor_files import SlotParts
 from tfmw.train.epoch_iterator import EpochIterator
 from tfmw.train.fit_context import FitContext
-from tfmw.train.loop import ValidationSignals, any_wants_every_batch
-from tfmw.train.mirrored.cached_driver import cached_driver
+from tfmw.train.loop import DriverState, Reads, Rows, ValidationSignals, any_wants_every_batch
 from tfmw.train.mirrored.prediction import Predictions
 from tfmw.train.mirrored.sync_driver import SyncDriver
 from tfmw.train.pace import CallPace, last_batch_number
@@ -32,9 +29,9 @@ class MirroredTraining:
     A context manager: places the model's variables on the replicas, and restores them at the end.
 
     Args:
-        context: of the call.
-        arguments: of the call.
+        context, arguments: of the call.
         record: of the backup from which the run resumes, or None.
+        sync: how replicas agree: `EachStep`, or an object with the same methods.
 
     Attributes:
         element_spec: structure of tf.TensorSpec, of one batch.
@@ -43,13 +40,20 @@ class MirroredTraining:
     trains_in_place = True
     driver: SyncDriver  # of the steps, within the context
     _pace: CallPace  # from `start` on
+    _reads: Reads
 
-    def __init__(self, context: FitContext, arguments: FitArguments, record: dict[str, Any] | None):
+    def __init__(
+        self,
+        context: FitContext,
+        arguments: FitArguments,
+        record: dict[str, Any] | None,
+        sync: Any,
+    ):
         self.model = context.model
         self.strategy = context.strategy
         self.group = context.group
-        self._context = context
         self._arguments = arguments
+        self._sync = sync
         self._feed: dict[str, Any] = {} if record is None else record["feed"]
         apart = ("validation", "rounds")
         train = {name: value for name, value in self._feed.items() if name not in apart}
@@ -68,21 +72,19 @@ class MirroredTraining:
         context.build(self.element_spec)
         refuse_tables(self.model.variables)
         self._validation: EpochIterator | None = None
-        self._every_batch = False
-        self._optimizer_read = "epochs"
         self._input_bound = InputBound()
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> MirroredTraining:
         with contextlib.ExitStack() as stack:  # an error leaves the model where it was
-            self.driver = stack.enter_context(self._new_driver())
+            self.driver = stack.enter_context(self._sync.driver(self.model))
             self.driver.splits = self._arguments.split_batch
             source = self._arguments.validation_source
             if source is not None:
                 self._validation = EpochIterator(
                     source,
                     self.group,
-                    self._validation_sharding(),
+                    self.driver.replicas.sharding,  # of all that have the same weights
                     self._arguments.validation_steps,
                     "validation_steps",
                     self._feed.get("validation"),
@@ -95,25 +97,6 @@ class MirroredTraining:
         if error[0] is None:
             self._data.leave()
         self._stack.__exit__(*error)  # the driver is not cached after an error
-
-    def _new_driver(self) -> contextlib.AbstractContextManager[SyncDriver]:
-        """The driver of this call, in which the model is placed."""
-        return cached_driver(
-            self.model,
-            self.strategy,
-            self._arguments.gradient_compression,
-            self._arguments.shard_optimizer,
-        )
-
-    def _validation_sharding(self) -> Sharding:
-        return self._context.sharding
-
-    def _most_steps(self) -> int:
-        """The most steps of the next call of the driver."""
-        return sys.maxsize
-
-    def _after_steps(self) -> None:
-        """Called after each call of the driver that ran steps."""
 
     def ordinary_model(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
         """See `SyncDriver.ordinary_model`."""
@@ -148,48 +131,41 @@ class MirroredTraining:
     def at_epoch_end(self) -> bool:
         return self._data.at_epoch_end
 
-    @property
-    def resumes_inside_epoch(self) -> bool:
-        return self._data.resumes_inside_epoch
-
-    def start(self, every_batch: bool, model_is_read: bool, optimizer_read: str) -> None:
-        del model_is_read  # placed variables are those of the model
-        self._every_batch = every_batch
-        self._optimizer_read = optimizer_read
+    def start(self, reads: Reads) -> None:
+        self._reads = reads
         for update in self.driver.updates:
-            update.read_between_steps = optimizer_read == "steps"
+            update.read_between_steps = reads.optimizer == "steps"
+        self.driver.results.reset()
         self._data.reset()
-        one_each = every_batch or tracing.is_wanted()
+        one_each = reads.every_batch or tracing.is_wanted()
         self._pace = CallPace(self.group, self.model.steps_per_execution, one_each)
 
-    def restore_position(self) -> None:
+    def resume(self, tensors: Mapping[str, Any] | None) -> None:
+        if tensors is None:
+            for data in (self._validation, self._data):
+                if data is not None:
+                    data.restore_orders("orders_left")
+            return
         self._data.restore_position()
         if self._validation is not None:  # later: both may read one dataset
             self._validation.restore_orders("orders")
+        self._sync.restore(tensors)
 
-    def skip_run(self) -> None:
-        for data in (self._validation, self._data):
-            if data is not None:
-                data.restore_orders("orders_left")
-
-    def reset_metrics(self) -> None:
-        self.driver.results.reset()
-
-    def restore_replica_state(self, metrics: Any, averages: Any) -> None:
-        self.driver.state.restore(metrics, averages)
-
-    def share_changes(self, inside_epoch: bool = False) -> None:
-        self.driver.agree_on_weights(inside_epoch)
-
-    def begin_epoch(self) -> None:
-        self._data.begin_epoch()
+    def begin_epoch(self, kept: Rows | None, trains: bool = True) -> None:
+        if kept is not None:
+            self.driver.state.restore(*kept)
+        self.driver.agree_on_weights(inside_epoch=kept is not None)
+        if trains:
+            self._data.begin_epoch()
+            if not self.steps_done:
+                self._sync.begin_epoch()
 
     def train(
         self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
     ) -> None:
         limit = self.steps_done + max_steps
         while self.steps_done < limit:
-            pace = min(self._pace.next_steps(), self._most_steps())
+            pace = min(self._pace.next_steps(), self._sync.steps_to_next(self.steps_done))
             call = self._data.next_call(min(pace, limit - self.steps_done))
             if call is None:
                 return
@@ -199,17 +175,22 @@ class MirroredTraining:
             self._data.advance(steps, call.max_steps)
             if not steps:
                 continue
-            self._after_steps()
+            self._sync.after_steps(self.steps_done)
             self._input_bound.check(self.driver.times, call.iterator)
-            if self._optimizer_read == "steps":
+            if self._reads.optimizer == "steps":
                 self.driver.restore_optimizer()
-            if self._every_batch:
+            if self._reads.every_batch:
                 self.driver.state.average()
             if not on_end():
                 return
 
-    def end_epoch(self) -> None:
-        self._data.end_epoch()
+    def end_epoch(self, complete: bool = True) -> None:
+        if complete:
+            self._data.end_epoch()
+        self._sync.end_epoch()
+        self.driver.state.average()
+        if self._reads.optimizer != "never":
+            self.driver.restore_optimizer()
 
     def metrics(self, signals: tuple[float, ...] = ()) -> dict[str, Any]:
         return self.driver.results.result("train", signals)
@@ -217,10 +198,8 @@ class MirroredTraining:
     def from_chief(self, numbers: Sequence[float]) -> list[float]:
         return self.driver.replicas.from_chief(numbers)
 
-    def update_model(self) -> None:
-        self.driver.state.average()
-        if self._optimizer_read != "never":
-            self.driver.restore_optimizer()
+    def share_changes(self) -> None:
+        self.driver.agree_on_weights()
 
     def slot_parts(self) -> SlotParts | None:
         plans = [plan for update in self.driver.updates if (plan := update.parted) is not None]
@@ -228,20 +207,19 @@ class MirroredTraining:
         own = [values for p in plans for part in p.parts for values in part.slot_values()]
         return SlotParts(whole, own) if plans else None
 
-    def replica_state(self, slots: bool) -> tuple[Any, ...]:
+    def state(self, in_epoch: bool, slots: bool) -> DriverState:
         if slots:
             with self.driver.replicas.lost_peer_named():
                 for update in self.driver.updates:
                     update.copy_to_chief()
-        return self.driver.state.rows()
-
-    def position(self, in_epoch: bool) -> dict[str, Any]:
+        rows = self.driver.state.rows()
+        tensors = self._sync.state()
         position = dataclasses.asdict(self._data.position(in_epoch))
         if self.group.is_chief:
             self._data.index_files()
         if self._validation is not None:
             position["validation"] = dataclasses.asdict(self._validation.position(False))
-        return position
+        return DriverState(rows, position | self._sync.as_json(), tensors)
 
     def finish(self) -> None:
         self.driver.restore_optimizer()

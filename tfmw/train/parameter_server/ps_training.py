@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from tfmw.errors import UsageError
 from tfmw.observe.step_times import StepTimes
 from tfmw.train.arguments import FitArguments
 from tfmw.train.fit_context import FitContext
+from tfmw.train.loop import DriverState, Reads, Rows
 from tfmw.train.parameter_server import worker_data
 from tfmw.train.parameter_server.coordinator import PsDriver
 
@@ -97,37 +98,23 @@ class ParameterServerTraining:
     def at_epoch_end(self) -> bool:
         return self.steps_done >= self.steps_per_epoch
 
-    @property
-    def resumes_inside_epoch(self) -> bool:
-        return self._restored_steps > 0
-
-    def start(self, every_batch: bool, model_is_read: bool, optimizer_read: str) -> None:
-        del optimizer_read  # it is updated together with the model
-        del every_batch  # workers run many steps between two calls of the coordinator
-        self._model_is_read = model_is_read
+    def start(self, reads: Reads) -> None:
+        # Workers run many steps between two calls of the coordinator, whatever callbacks want.
+        self._model_is_read = reads.model
         self.driver = PsDriver(self.model, self._servers, self._source)
 
-    def restore_position(self) -> None:
-        """Restores the number of updates only: workers read at their own pace."""
-        self.steps_done = self._restored_steps
+    def resume(self, tensors: Mapping[str, Any] | None) -> None:
+        """Restores the number of updates only: workers read at their own pace, and anew."""
+        if tensors is not None:
+            self.steps_done = self._restored_steps
 
-    def skip_run(self) -> None:
-        """Does nothing: workers begin to read anew in each call."""
-
-    def reset_metrics(self) -> None:
-        self.model.reset_metrics()
-
-    def restore_replica_state(self, metrics: np.ndarray, averages: np.ndarray) -> None:
-        del averages  # moving averages exist on the servers only
-        assign_flat(map(models.native, metric_variables(self.model)), metrics.sum(axis=0))
-
-    def share_changes(self, inside_epoch: bool = False) -> None:
-        if not self._finished:
-            self.driver.server_variables.push()
-
-    def begin_epoch(self) -> None:
-        self.steps_done, self._restored_steps = self._restored_steps, 0
-        self._dropped_before = self.driver.dropped or 0
+    def begin_epoch(self, kept: Rows | None, trains: bool = True) -> None:
+        if kept is not None:  # moving averages exist on the servers only
+            assign_flat(map(models.native, metric_variables(self.model)), kept[0].sum(axis=0))
+        self.share_changes()
+        if trains:
+            self.steps_done, self._restored_steps = self._restored_steps, 0
+            self._dropped_before = self.driver.dropped or 0
 
     def train(
         self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
@@ -143,8 +130,9 @@ class ParameterServerTraining:
         limit = min(max_steps, self.steps_per_epoch - begun)
         self.steps_done = begun + self.driver.train(limit, after)
 
-    def end_epoch(self) -> None:
-        """Does nothing: workers continue to read."""
+    def end_epoch(self, complete: bool = True) -> None:
+        if self._model_is_read:
+            self._fetch(slots=False)
 
     def metrics(self, signals: tuple[float, ...] = ()) -> dict[str, Any]:
         self.signals = list(signals)
@@ -156,22 +144,20 @@ class ParameterServerTraining:
     def from_chief(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)  # only the coordinator runs the loop
 
-    def update_model(self) -> None:
-        if self._model_is_read:
-            self._fetch(slots=False)
+    def share_changes(self) -> None:
+        if not self._finished:
+            self.driver.server_variables.push()
 
     def slot_parts(self) -> None:
         """The servers' slots are fetched by the coordinator."""
 
-    def replica_state(self, slots: bool) -> tuple[np.ndarray, np.ndarray]:
+    def state(self, in_epoch: bool, slots: bool) -> DriverState:
         self._fetch(slots)
         variables = metric_variables(self.model)
         values = [np.ravel(models.native(v).numpy()) for v in variables]
         metrics = np.concatenate([np.zeros([0]), *values])[None].astype(np.float64)
-        return metrics, np.zeros([1, 0])
-
-    def position(self, in_epoch: bool) -> dict[str, Any]:
-        return {"done": self.steps_done if in_epoch else 0, "begun": in_epoch}
+        position = {"done": self.steps_done if in_epoch else 0, "begun": in_epoch}
+        return DriverState((metrics, np.zeros([1, 0])), position)
 
     def finish(self) -> None:
         self._fetch(slots=True)

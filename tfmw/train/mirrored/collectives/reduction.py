@@ -71,7 +71,7 @@ class Reduction:
     def __init__(self, strategy: tf.distribute.Strategy, compression: str | None = None):
         self.strategy = strategy
         self.transport = transport_of(strategy, membership.reduction_options(strategy))
-        self._wire = None if compression is None else COMPRESSIONS[compression]
+        self.wire_dtype = None if compression is None else COMPRESSIONS[compression]
         if compression == "bf16" and self.transport.between_gpus:
             raise UsageError(
                 'received gradient_compression="bf16": TensorFlow sums no bfloat16 between GPUs. '
@@ -155,9 +155,13 @@ class Reduction:
         return own, dict(zip(rest, self(list(rest.values())), strict=True))
 
     def _compressed(self, grad: Any) -> Any:
-        if self._wire is None or isinstance(grad, tf.IndexedSlices) or grad.dtype != tf.float32:
+        if (
+            self.wire_dtype is None
+            or isinstance(grad, tf.IndexedSlices)
+            or grad.dtype != tf.float32
+        ):
             return grad
-        return tf.cast(grad, self._wire)
+        return tf.cast(grad, self.wire_dtype)
 
 
 def _as_type(grad: Any, dtype: tf.DType) -> Any:

@@ -1,0 +1,144 @@
+"""How replicas agree on their weights: `EachStep`, or `tfmw.train.local_sgd.rounds.Rounds`.
+
+    with EachStep(strategy, shard_optimizer="auto").driver(model) as driver:
+        driver.run_steps("train", call)
+
+A synchronization is chosen once for a call, and has two sides: while a step is traced the driver
+asks what becomes of a replica's gradients, and between steps the training asks what is due.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw.compat.gradients import scaled
+from tfmw.compat.losses import ReplicaWeight
+from tfmw.data import Sharding
+from tfmw.train.mirrored.cached_driver import cached_driver
+from tfmw.train.mirrored.collectives.reduction import Reduction
+from tfmw.train.mirrored.sharded_update import ShardedUpdate
+from tfmw.train.mirrored.sync_driver import SyncDriver
+
+Updates = contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]
+
+
+class EachStep:
+    """Sums the gradients of all replicas in each step: all make the same update.
+
+    Args:
+        strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
+        compression: "fp16" or "bf16": the dtype in which gradients are sent and summed; None for
+            their own.
+        shard_optimizer: whether workers shard the update of the weights; see `ShardedUpdate`.
+            None for a call that updates nothing.
+    """
+
+    is_local = False  # whether replicas have weights of their own between two exchanges
+    sharding: Sharding | None = None  # of training batches, if other processes have parts of them
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        compression: str | None = None,
+        shard_optimizer: Any = None,
+    ):
+        self.strategy = strategy
+        self.compression = compression
+        self.shard_optimizer = shard_optimizer
+        self.gathers = False  # sparse gradients, as of embeddings, or ids, by TensorFlow
+
+    @functools.cached_property
+    def reduction(self) -> Reduction:
+        """The sums over replicas."""
+        return Reduction(self.strategy, self.compression)
+
+    def driver(self, model: keras.Model) -> contextlib.AbstractContextManager[SyncDriver]:
+        """The driver of a call, in which the model is placed."""
+        return cached_driver(model, self)
+
+    # ------------------------------------------------------------ while a step is traced
+
+    def updated_by(self, local: int, examples: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+        """The examples from which a replica's update of a training step follows.
+
+        Args:
+            local: index of the replica in this process.
+            examples: int32 [], of this replica.
+            total: int32 [], of the global batch.
+        """
+        return total
+
+    def reduced(
+        self, update: ShardedUpdate, grads: list[Any], variables: list[Any], weight: ReplicaWeight
+    ) -> Updates:
+        """Gradients of this replica -> gradients to apply, and the variables that they update."""
+        for grad, variable in zip(grads, variables, strict=True):
+            if grad is not None:
+                weight.note(f"the gradient of {variable.path}", grad)
+        grads = weighted(grads, weight, weight.fraction)
+        if any(isinstance(grad, tf.IndexedSlices) for grad in grads):
+            self._note_gather()
+        return update.reduced(grads, variables)
+
+    def gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """The slices of all replicas, which layers gather within a step."""
+        self._note_gather()
+        (gathered,) = self.reduction.transport([slices])
+        return gathered
+
+    def _note_gather(self) -> None:
+        # TensorFlow's collectives need slices of one shape in all steps of a call, else they raise
+        # "Shape mismatch in the collective instance"; the ring does not.
+        self.gathers |= self.reduction.transport.ring is None
+
+    # ------------------------------------------------------------ between steps
+
+    def steps_to_next(self, step: int) -> int:
+        """The most steps of a call after `step` steps of the epoch."""
+        return sys.maxsize
+
+    def after_steps(self, step: int) -> None:
+        """Exchanges what is due after a step of the epoch, from 1. All tasks must call it."""
+
+    def begin_epoch(self) -> None:
+        """Begins an epoch, in which all replicas have the same weights."""
+
+    def end_epoch(self) -> None:
+        """Gives all replicas the same weights. All tasks must call it."""
+
+    def state(self) -> dict[str, Any]:
+        """The tensors that a backup contains beside the model's. All tasks must call it."""
+        return {}
+
+    def restore(self, tensors: Mapping[str, Any]) -> None:
+        """Restores a result of `state`. All tasks must call it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What the position in a backup says of it."""
+        return {}
+
+
+def weighted(grads: list[Any], weight: ReplicaWeight, factor: tf.Tensor) -> list[Any]:
+    """Gradients times the replica's part of a sum; zeros from a replica without examples."""
+    if not weight.loss_weighted:
+        grads = scaled(grads, factor)
+    if weight.uneven:
+        present = weight.examples > 0
+        grads = [_or_zeros(grad, present) for grad in grads]
+    return grads
+
+
+def _or_zeros(grad: Any, present: tf.Tensor) -> Any:
+    """A gradient, or zeros where `present` is false; None stays None."""
+    if grad is None:
+        return None
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(_or_zeros(grad.values, present), grad.indices, grad.dense_shape)
+    return tf.cond(present, lambda: grad, lambda: tf.zeros_like(grad))
