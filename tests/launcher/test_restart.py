@@ -26,13 +26,12 @@ from tests.helpers.cluster import (
     tfmw_command,
     wait_gone,
 )
-from tfmw.cluster.signals import Signals
 from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher import attempt as attempt_module
 from tfmw.launcher import restart
-from tfmw.launcher.attempts import wait
 from tfmw.launcher.failure import Failure, describe_status, is_external, kernel_kills
 from tfmw.launcher.options import RunOptions
+from tfmw.launcher.orchestrator import Orchestrator
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy, backoff_s, restarts_alone
 from tfmw.launcher.result import Result
 from tfmw.launcher.run import launch_tasks
@@ -339,16 +338,58 @@ class TestPolicy:
         with pytest.raises(UsageError, match=re.escape(words)):
             RunOptions(**options).check(workers=2)
 
-    def test_wait_ends_at_a_signal(self):
-        stop, slept = Signals(), []
 
-        def sleep(seconds: float) -> None:
-            slept.append(seconds)
-            if len(slept) == 3:
-                stop.received.append(signal.SIGTERM)
+class Backend:
+    """Attempts that end as they are told; each line is what the orchestrator asked for."""
 
-        wait(30, lambda: bool(stop.received), sleep)
-        assert len(slept) == 3
+    def __init__(self, *outcomes: AttemptOutcome) -> None:
+        self.outcomes = list(outcomes)
+        self.seen: list[str] = []
+
+    def begin(self, due: bool, now: float) -> int | None:
+        self.seen.append(f"begin {due} at {now:g}")
+        return len(self.outcomes) if due else None
+
+    def is_over(self, attempt: int, now: float) -> bool:
+        self.seen.append(f"watch {attempt}")
+        return now >= 2
+
+    def outcome(self, attempt: int, now: float) -> AttemptOutcome:
+        return self.outcomes.pop(0)
+
+    def judged(self, outcome: AttemptOutcome, decision: Any) -> None:
+        self.seen.append(f"judged {decision.restart}")
+
+    def notify(self, text: str) -> None:
+        self.seen.append(text.partition(":")[0])
+
+
+class TestOrchestrator:
+    def test_it_starts_watches_asks_the_policy_and_starts_the_next(self):
+        backend = Backend(end(-1, error="A"), end(-1, error="B"), AttemptOutcome(step=9))
+        orchestrator = Orchestrator(RestartPolicy(RunOptions(max_restarts=3), 2), backend)
+        over = [orchestrator.step(now) for now in (0, 1, 2, 2.5, 3, 3.5, 4)]
+        assert backend.seen == [
+            "begin True at 0", "watch 3", "watch 3", "restart 1 of 3 in 1 s", "judged True",
+            "begin False at 2.5", "begin True at 3", "watch 2", "restart 2 of 3 in 2 s",
+            "judged True", "begin False at 4",
+        ]  # fmt: skip
+        assert [failure.error for failure in orchestrator.failures] == ["A", "B"]
+        assert not any(over)
+        assert not orchestrator.step(6)
+        assert orchestrator.step(6)
+        assert (orchestrator.failures, backend.outcomes) == ((), [])
+
+    def test_failures_of_an_attempt_that_is_not_the_first_one_are_its_cause_only(self):
+        both = dataclasses.replace(end(5), failures=(failure("worker 1"), failure("worker 0")))
+        again = dataclasses.replace(both, restarted=(failure("worker 2"),))
+        orchestrator = Orchestrator(
+            RestartPolicy(RunOptions(max_restarts=1), 3), Backend(both, again)
+        )
+        while not orchestrator.step(2):
+            pass
+        names = [failure.task for failure in orchestrator.failures]
+        assert names == ["worker 1", "worker 0", "worker 2", "worker 1"]
 
 
 class TestWatchdog:

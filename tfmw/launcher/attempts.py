@@ -3,13 +3,13 @@
     with Signals() as stop:
         result, outcomes = run_locally(LocalRun(command, tasks, options), stop)
 
-`attempt.py` makes one attempt; `restart.py` decides whether there is another.
+`attempt.py` makes one attempt; `orchestrator.py` makes the next one if `restart.py` decides so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import dataclasses
 import os
 import secrets
 import shutil
@@ -24,12 +24,12 @@ from tfmw.errors import UsageError
 from tfmw.launcher import call
 from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.environment import make_run_directory, task_environment
-from tfmw.launcher.failure import Failure
 from tfmw.launcher.network import Gateway, choose_network, network_hint
 from tfmw.launcher.options import LocalRun
+from tfmw.launcher.orchestrator import LOOK_S, Orchestrator, RunOver
 from tfmw.launcher.output import Display, is_watched, say
 from tfmw.launcher.process import divisions, task_name
-from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
+from tfmw.launcher.restart import AttemptOutcome, Decision, RestartPolicy
 from tfmw.launcher.result import Result, exit_status
 from tfmw.launcher.run_files import published
 from tfmw.launcher.run_status import RunStatus
@@ -39,7 +39,6 @@ from tfmw.observe.goodput import Division
 from tfmw.observe.trackers import RUN_ID
 
 _END_S = 5.0  # in which the server of elastic rounds ends
-_LOOK_S = 0.05  # between two looks for a signal
 
 _printed_notes: set[str] = set()
 """Notes that runs of this process have already printed."""
@@ -65,8 +64,16 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
         if job.options.elastic:
             own |= stack.enter_context(_served_rounds(job.workers, environ))
         context = make_context(job, {**environ, **own}, stop, stack)
-        policy = RestartPolicy(job.options, job.workers)
-        attempt, failures = _run_attempts(context, policy)
+        backend = _LocalAttempts(context, RestartPolicy(job.options, job.workers))
+        orchestrator = Orchestrator(backend.policy, backend)
+        stack.callback(backend.close)
+        with contextlib.suppress(RunOver):
+            while not orchestrator.step(time.monotonic()):
+                pass
+    attempt = backend.last
+    assert attempt is not None
+    stopped = stop.received and not orchestrator.over  # between two attempts
+    failures = () if stopped else orchestrator.failures
     status = exit_status(
         failures,
         preempted=attempt.preempted(),
@@ -82,7 +89,7 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
         failures=failures,
         directory=context.directory if context.directory.exists() else None,
         attempts=attempt.number + 1,
-        restarts=policy.restarts,
+        restarts=backend.policy.restarts,
         hint=network_hint(failures) if context.spawner.namespaces else "",
         goodput=goodput.line(
             {t: d.until(goodput.now(), goodput.OTHER) for t, d in divisions(attempt.tasks).items()}
@@ -179,58 +186,59 @@ def make_context(
     )
 
 
-def _run_attempts(
-    context: AttemptContext, policy: RestartPolicy
-) -> tuple[Attempt, tuple[Failure, ...]]:
-    """Runs attempts until the policy ends the run.
+@dataclasses.dataclass(eq=False)
+class _LocalAttempts:
+    """The attempts of a run on this machine: the backend of its `Orchestrator`."""
 
-    Returns:
-        The last attempt, and the failures of all attempts, the root cause first; no failures if
-        the last attempt succeeded.
-    """
-    failures: tuple[Failure, ...] = ()
-    before: dict[str, Division] = {}
-    stop, tasks, options = context.stop, context.run.tasks, context.run.options
-    for number in itertools.count():
-        context.spawner.wait(stop.received, options.start_timeout_s or float("inf"))
-        attempt = Attempt(context, tasks, number, policy, before=before)
-        try:
-            attempt.start()
-            while not attempt.poll(options.monitor_interval_s):
-                pass
-            restarting = not stop.received and policy.restarts < options.max_restarts
-            # No grace period: tasks that have lost a peer cannot shut down in order, and files on
-            # disk are complete at any moment.
-            attempt.end(0.0 if restarting and attempt.failures() else None)
-        finally:
-            attempt.end()
-        before = {task: d.before_a_restart() for task, d in divisions(attempt.tasks).items()}
-        failed = attempt.failures()
-        failures += (*attempt.restarted_failures(), *(failed if not failures else failed[:1]))
-        decision = policy.decide(
-            AttemptOutcome(
-                failures=failed,
-                step=attempt.step(),
-                seconds=attempt.seconds(),
-                preempted=attempt.preempted(),
-                signals=tuple(stop.received),
-            )
+    context: AttemptContext
+    policy: RestartPolicy
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        self.last: Attempt | None = None
+        self._tasks = self.context.run.tasks
+        self._before: dict[str, Division] = {}
+
+    def begin(self, due: bool, now: float) -> Attempt | None:
+        stop, last = self.context.stop.received, self.last
+        if last is not None and (stop or self.context.display.broken):
+            raise RunOver
+        if not due:
+            self.sleep(LOOK_S)
+            return None
+        self.context.spawner.wait(stop, self.context.run.options.start_timeout_s or float("inf"))
+        number = 0 if last is None else last.number + 1
+        self.last = Attempt(self.context, self._tasks, number, self.policy, before=self._before)
+        self.last.start()
+        return self.last
+
+    def is_over(self, attempt: Attempt, now: float) -> bool:
+        return attempt.poll(self.context.run.options.monitor_interval_s)
+
+    def outcome(self, attempt: Attempt, now: float) -> AttemptOutcome:
+        stop, most = self.context.stop.received, self.context.run.options.max_restarts
+        # No grace period: tasks that have lost a peer cannot shut down in order, and files on disk
+        # are complete at any moment.
+        restarting = not stop and self.policy.restarts < most
+        attempt.end(0.0 if restarting and attempt.failures() else None)
+        self._before = {t: d.before_a_restart() for t, d in divisions(attempt.tasks).items()}
+        return AttemptOutcome(
+            failures=attempt.failures(),
+            step=attempt.step(),
+            seconds=attempt.seconds(),
+            preempted=attempt.preempted(),
+            signals=tuple(stop),
+            restarted=attempt.restarted_failures(),
         )
-        if decision.message and not context.display.broken:
-            context.display.line(f"tfmw: {decision.message}")
-        if not decision.restart or context.display.broken:
-            return attempt, failures if failed else ()
-        wait(decision.delay_s, lambda: bool(stop.received))
-        if stop.received:
-            return attempt, ()
-        tasks = [task for task in tasks if task[0] != "worker" or task[1] < decision.workers]
-    raise AssertionError("unreachable")
 
+    def judged(self, outcome: AttemptOutcome, decision: Decision) -> None:
+        self._tasks = [t for t in self._tasks if t[0] != "worker" or t[1] < decision.workers]
 
-def wait(
-    seconds: float, is_over: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
-) -> None:
-    """Waits before the next attempt; returns early when the run is to end."""
-    while seconds > 0 and not is_over():
-        sleep(min(_LOOK_S, seconds))
-        seconds -= _LOOK_S
+    def notify(self, text: str) -> None:
+        if not self.context.display.broken:
+            self.context.display.line(f"tfmw: {text}")
+
+    def close(self) -> None:
+        """Ends the tasks of the last attempt, after an error too."""
+        if self.last is not None:
+            self.last.end()

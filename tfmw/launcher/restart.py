@@ -47,6 +47,7 @@ class AttemptOutcome:
         preempted: whether tasks exited with the status that requests another run.
         signals: the signals that the launcher has received.
         attempt: its number; None: the number after the last one.
+        restarted: failures of tasks that were restarted alone.
     """
 
     failures: tuple[Failure, ...] = ()
@@ -55,6 +56,7 @@ class AttemptOutcome:
     preempted: bool = False
     signals: tuple[int, ...] = ()
     attempt: int | None = None
+    restarted: tuple[Failure, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

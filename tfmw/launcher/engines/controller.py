@@ -17,21 +17,23 @@ import pickle
 import queue
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tfmw.cluster import sockets
 from tfmw.cluster.signals import Signals
 from tfmw.errors import PREEMPTED
-from tfmw.launcher.attempts import wait
 from tfmw.launcher.engines import job as jobs
 from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.engine import TIMING, JobSpec, Tasks
 from tfmw.launcher.engines.job_attempt import LIVE, JobAttempt
+from tfmw.launcher.failure import Failure
+from tfmw.launcher.orchestrator import Orchestrator, RunOver
 from tfmw.launcher.output import Display
 from tfmw.launcher.remote.links import Links
 from tfmw.launcher.remote.messages import AgentHello, Message
-from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
+from tfmw.launcher.restart import AttemptOutcome, Decision, RestartPolicy
 from tfmw.launcher.result import Result, exit_status
 from tfmw.observe import goodput
 from tfmw.observe.goodput import Division
@@ -39,8 +41,8 @@ from tfmw.observe.goodput import Division
 CANCEL = "cancel"
 
 INTERRUPTED = "interrupted"
-"""Of a controller that its engine ends while tasks fail, as when a node is lost. Only the engine
-knows whether the job is queued again, so the controller writes no last state."""
+"""State of a controller that its engine ends while tasks fail, as when a node is lost. Only the
+engine knows whether the job is queued again, so the controller writes no last state."""
 
 _POLL_S = 0.1
 _GROW_EVERY_S = 10.0
@@ -49,7 +51,7 @@ _ENDED = {0: "done", 1: "failed", 2: "failed", PREEMPTED: "preempted"}
 
 @dataclasses.dataclass
 class Controller:
-    """Runs one job."""
+    """Runs one job: the backend of its `Orchestrator`."""
 
     spec: JobSpec
     tasks: Tasks
@@ -63,6 +65,7 @@ class Controller:
         self._policy.division = Division(at=goodput.now())
         self._written: dict[str, Any] = {}
         self._growing = False
+        self._last: JobAttempt | None = None
 
     def run(self) -> str:
         """Runs the job; returns its last state, which `status.json` has then, or INTERRUPTED."""
@@ -90,44 +93,61 @@ class Controller:
         return state
 
     def _run_attempts(self, links: Links, port: int) -> tuple[str, str]:
-        failures: list[Any] = []
-        for number in itertools.count(self._first_attempt()):
-            count = self._placed()
-            if not count and self.stop.received and self.tasks.requeues:
-                return "queued", ""
-            if not count:
-                return "cancelled", "it was cancelled before its tasks had a place"
-            self._say(state="starting" if number == 0 else "restarting", attempt=number)
-            display = Display(self._output, LIVE if self.spec.setup.live else None)
-            attempt = JobAttempt(
-                self.spec, self.tasks, links, display, number, count, self._policy.division
-            )
-            try:
-                attempt.start(port)
-                self._watch(attempt)
-            finally:
-                attempt.end()
-            if self._cancelled():
-                return "cancelled", "it was cancelled"
-            self._policy.division = attempt.ending.division
-            self._say(**{jobs.POLICY: self._policy.saved()})
-            outcome = attempt.ending.outcome(time.monotonic())
-            found = dataclasses.replace(outcome, signals=tuple(self.stop.received))
-            if self._growing and found.preempted and self.tasks.requeues:
-                return "queued", ""  # the engine starts the job again with more tasks
-            self._growing = False
-            if self.stop.received and found.failures and self.tasks.requeues:
-                return INTERRUPTED, ""
-            failures += found.failures if not failures else found.failures[:1]
-            decision = self._policy.decide(found)
-            if decision.message:
-                display.line(f"tfmw: {decision.message}")
-            if not decision.restart:
-                return self._finish(attempt, found, failures)
+        self._links, self._port = links, port
+        self._number = self._first_attempt()
+        orchestrator = Orchestrator(self._policy, self)
+        try:
+            while not orchestrator.step(time.monotonic()):
+                pass
+        except RunOver as ended:
+            state, problem = ended.args
+            return state, problem
+        finally:
+            if self._last is not None:
+                self._last.end()
+        return self._finish(orchestrator.failures)
+
+    def begin(self, due: bool, now: float) -> JobAttempt | None:
+        if self.stop.received and not self._cancelled() and self.tasks.requeues:
+            raise RunOver("queued", "")
+        if self._is_to_end():
+            raise RunOver("cancelled", "it was cancelled before its tasks had a place")
+        if not due or not (count := self.tasks.available(*self.spec.workers)):
+            time.sleep(_POLL_S)
+            return None
+        number = self._number
+        self._say(state="starting" if number == 0 else "restarting", attempt=number)
+        self._display = Display(self._output, LIVE if self.spec.setup.live else None)
+        own = self.spec, self.tasks, self._links, self._display
+        self._last = JobAttempt(*own, number, count, self._policy.division)
+        self._grow_at, self._asked = now + _GROW_EVERY_S, False
+        self._last.start(self._port)
+        return self._last
+
+    def outcome(self, attempt: JobAttempt, now: float) -> AttemptOutcome:
+        attempt.end()
+        if self._cancelled():
+            raise RunOver("cancelled", "it was cancelled")
+        self._number += 1
+        self._policy.division = attempt.ending.division
+        self._say(**{jobs.POLICY: self._policy.saved()})
+        outcome = attempt.ending.outcome(time.monotonic())
+        outcome = dataclasses.replace(outcome, signals=tuple(self.stop.received))
+        if self._growing and outcome.preempted and self.tasks.requeues:
+            raise RunOver("queued", "")  # the engine starts the job again with more tasks
+        self._growing = False
+        if self.stop.received and outcome.failures and self.tasks.requeues:
+            raise RunOver(INTERRUPTED, "")
+        return outcome
+
+    def judged(self, outcome: AttemptOutcome, decision: Decision) -> None:
+        if decision.restart:
             counted = {"restarts": self._policy.restarts, jobs.POLICY: self._policy.saved()}
-            self._say(state="restarting", step=found.step, **counted)
-            wait(decision.delay_s, self._is_to_end)
-        raise AssertionError("unreachable")
+            self._say(state="restarting", step=outcome.step, **counted)
+        self._preempted = outcome.preempted
+
+    def notify(self, text: str) -> None:
+        self._display.line(f"tfmw: {text}")
 
     def _welcome(self, hello: Message) -> int:
         """A name for each connection: a task of an earlier attempt may have the rank of another."""
@@ -147,42 +167,30 @@ class Controller:
         self._say(state="queued")
         return int(before.get("attempt", -1)) + 1
 
-    def _placed(self) -> int:
-        """Waits until the engine has room for the tasks: how many; 0 if cancelled."""
-        while not self._is_to_end():
-            if count := self.tasks.available(*self.spec.workers):
-                return count
-            time.sleep(_POLL_S)
-        return 0
-
     def _is_to_end(self) -> bool:
         return self._cancelled() or bool(self.stop.received)
 
-    def _watch(self, attempt: JobAttempt) -> None:
-        """Returns when the attempt is over, or the job is to end."""
-        grow_at = time.monotonic() + _GROW_EVERY_S
-        asked = False
-        while not attempt.look():
-            try:
-                attempt.handle(*self._inbox.get(timeout=_POLL_S))
-                while True:
-                    attempt.handle(*self._inbox.get_nowait())
-            except queue.Empty:
-                pass
-            if attempt.phase == "running":
-                self._say(state="running", **attempt.details())
-            if self._cancelled():
-                return
-            if self.stop.received and not asked:
-                asked = True
+    def is_over(self, attempt: JobAttempt, now: float) -> bool:
+        if attempt.look():
+            return True
+        with contextlib.suppress(queue.Empty):
+            attempt.handle(*self._inbox.get(timeout=_POLL_S))
+            while True:
+                attempt.handle(*self._inbox.get_nowait())
+        if attempt.phase == "running":
+            self._say(state="running", **attempt.details())
+        if self._cancelled():
+            return True
+        if self.stop.received and not self._asked:
+            self._asked = True
+            attempt.ask_to_leave()
+        if not self._asked and now > self._grow_at:
+            self._grow_at = now + _GROW_EVERY_S
+            if self._can_grow(attempt):
+                self._asked = self._growing = True
+                self.notify("there is a place for more tasks: all save their state")
                 attempt.ask_to_leave()
-            if not asked and time.monotonic() > grow_at:
-                grow_at = time.monotonic() + _GROW_EVERY_S
-                if self._can_grow(attempt):
-                    asked = self._growing = True
-                    line = "there is a place for more tasks: all save their state"
-                    attempt.display.line(f"tfmw: {line}")
-                    attempt.ask_to_leave()
+        return False
 
     def _can_grow(self, attempt: JobAttempt) -> bool:
         least, most = self.spec.workers
@@ -194,13 +202,12 @@ class Controller:
             and self.tasks.room(most) > attempt.count
         )
 
-    def _finish(
-        self, attempt: JobAttempt, found: AttemptOutcome, failures: list[Any]
-    ) -> tuple[str, str]:
+    def _finish(self, failures: Sequence[Failure]) -> tuple[str, str]:
         """Writes the result; returns the job's last state, and its problem."""
-        log = self.folder / jobs.OUTPUT
-        failed = tuple(dataclasses.replace(f, log=log) for f in failures) if found.failures else ()
-        status = exit_status(failed, preempted=found.preempted)
+        attempt, log = self._last, self.folder / jobs.OUTPUT
+        assert attempt is not None
+        failed = tuple(dataclasses.replace(f, log=log) for f in failures)
+        status = exit_status(failed, preempted=self._preempted)
         result = Result(
             status=status,
             tasks={},

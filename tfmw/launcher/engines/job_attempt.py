@@ -237,7 +237,9 @@ class JobAttempt:
             self._send(min(self.members), Leave(self.number))
 
     def end(self) -> None:
-        """Ends all tasks; what they still send is not waited for."""
+        """Ends all tasks, once; what they still send is not waited for."""
+        if self.phase == "ended":
+            return
         self.phase = "ended"
         for rank in self.members:
             self._send(rank, End(self.number))

@@ -4,11 +4,11 @@
     leader.receive(0, Join(...), now); leader.receive(0, Ready(...), now)
     leader.tick(now)                    # every host is ready: a record is published, Start is sent
 
-It gathers hosts, runs an attempt on them, collects how it ended on each, and asks
-`tfmw.launcher.restart` what follows. Before an attempt starts, its number is in the record: each
-event raises `Lost` where the record cannot be written, and then this host leads no more. With fewer
-than `min_hosts` it gives up the lock, as another host may see more. The responses to other events
-are in docs/howto/elastic-hosts.md.
+It is the backend of an `Orchestrator`: it gathers hosts, runs an attempt on them, and collects how
+it ended on each. Before an attempt starts, its number is in the record: each event raises `Lost` if
+the record cannot be written, and then this host leads no more. With fewer than `min_hosts` it gives
+up the lock, as another host may see more. The responses to other events are in
+docs/howto/elastic-hosts.md.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tfmw.errors import PREEMPTED
 from tfmw.launcher.hosts.lease import LeaseKeeper, Record
 from tfmw.launcher.hosts.settings import HEARTBEAT_S, SILENCE_S, HostSettings
 from tfmw.launcher.options import FAREWELL_S
+from tfmw.launcher.orchestrator import Orchestrator
 from tfmw.launcher.remote.links import Links
 from tfmw.launcher.remote.messages import (
     End,
@@ -42,7 +43,7 @@ from tfmw.launcher.remote.messages import (
     Start,
 )
 from tfmw.launcher.remote.remote_attempt import RemoteAttempt
-from tfmw.launcher.restart import RestartPolicy
+from tfmw.launcher.restart import AttemptOutcome, Decision, RestartPolicy
 from tfmw.launcher.result import exit_status, lines_about
 
 RESIGN_S = 2.0
@@ -138,15 +139,21 @@ class Leader:
         self.record = dataclasses.replace(record, leader=self.host, status=None, lines=())
         self._inherited = record.running  # an attempt whose end no leader has judged
         self._former = record.leader
-        self._attempt: RemoteAttempt | None = None  # that runs; the next three are about it
+        self._orchestrator: Orchestrator[RemoteAttempt] = Orchestrator(self._policy, self)
+        # These three are about the attempt that runs.
         self._plan = TaskPlacement({}, {})
         self._again: dict[int, int] = {}  # host -> how often its tasks were started again
         self._ending_since: float | None = None
+        self._lines: list[str] = []  # for the user at the end, before those about failures
         self._short_since: float | None = None  # since when there are too few hosts
         self._has_led = False  # whether it has started an attempt: then hosts have reached it
         self._gathering_since = now
-        self._not_before = now
+        self._alone_since = now
         self.over = False
+
+    @property
+    def _attempt(self) -> RemoteAttempt | None:
+        return self._orchestrator.attempt
 
     # ---- what members send ---------------------------------------------------------------------
 
@@ -215,7 +222,7 @@ class Leader:
         attempt.running.discard(host)
         if not self._continues_without(host):
             attempt.lost(host, why, now)
-        self._conclude(now)
+        self._orchestrator.step(now)
 
     def _continues_without(self, host: int) -> bool:
         """Whether the attempt continues until the host is back; that is a restart of its tasks."""
@@ -247,7 +254,7 @@ class Leader:
         self._attempt.ended(host, report, now, host=self.settings.name(host))
         if self.settings.ps and host == self.host and report.done:  # the chief is
             self._attempt.succeeded(now, FAREWELL_S)
-        self._conclude(now)
+        self._orchestrator.step(now)
 
     def _preempt_all(self) -> None:
         # No deadline here: tasks are asked once they can save their state, which may take a while.
@@ -258,40 +265,26 @@ class Leader:
             for host in sorted(self._attempt.running):
                 self._send(host, kind(self._attempt.number))
 
-    def _conclude(self, now: float) -> None:
-        """Ends the attempt's tasks if it is time, and judges it once it runs nowhere."""
-        attempt = self._attempt
-        if attempt is None:
-            return
-        if attempt.running:
-            if attempt.must_end(now) and self._ending_since is None:
-                self._ending_since = now
-                self._send_running(End)
-            return
-        self._attempt, self._again, self._ending_since = None, {}, None
-        self._gathering_since = now
-        line = attempt.goodput()
-        if self._judge(attempt, now, [f"tfmw: {line}"] if line else []):
-            self._dismiss()
+    def is_over(self, attempt: RemoteAttempt, now: float) -> bool:
+        if attempt.running and attempt.must_end(now) and self._ending_since is None:
+            self._ending_since = now
+            self._send_running(End)
+        return not attempt.running
 
-    def _judge(self, attempt: RemoteAttempt, now: float, about: Sequence[str] = ()) -> bool:
-        """Whether another attempt follows one that runs nowhere; else the run ends.
-
-        Args:
-            about: lines for the user at the end of the run, before those about failures.
-        """
-        outcome = attempt.outcome(now)
+    def outcome(self, attempt: RemoteAttempt, now: float) -> AttemptOutcome:
+        self._again, self._ending_since, self._gathering_since = {}, None, now
         self._policy.division = attempt.division
-        decision = self._policy.decide(outcome)
-        if decision.message:
-            self.notify(decision.message)
-        if not decision.restart:
+        self._lines = [f"tfmw: {line}"] if (line := attempt.goodput()) else []
+        return attempt.outcome(now)
+
+    def judged(self, outcome: AttemptOutcome, decision: Decision) -> None:
+        self._inherited = False
+        if decision.restart:
+            self.publish(running=False, policy=self._policy.saved())
+            self._dismiss()
+        else:
             status = exit_status(outcome.failures, preempted=outcome.preempted)
-            self._finish(status, [*about, *lines_about(outcome.failures)])
-            return False
-        self._not_before = now + decision.delay_s
-        self.publish(running=False, policy=self._policy.saved())
-        return True
+            self._finish(status, [*self._lines, *lines_about(outcome.failures)])
 
     def _dismiss(self) -> None:
         """Dismisses preempted hosts whose tasks have ended."""
@@ -314,32 +307,30 @@ class Leader:
         """
         if self.over:
             return
-        attempt = self._attempt
-        if attempt is None:
-            self._gather(now, alone_since)
-        elif self._ending_since is not None and now - self._ending_since >= END_S:
+        attempt, self._alone_since = self._attempt, alone_since
+        if attempt and self._ending_since is not None and now - self._ending_since >= END_S:
             for host in sorted(attempt.running):
                 self.links.drop(host)
                 self.lost(host, f"its tasks did not end within {END_S:g} s", now)
         else:
-            self._conclude(now)
+            self._orchestrator.step(now)
 
-    def _gather(self, now: float, alone_since: float) -> None:
+    def begin(self, due: bool, now: float) -> RemoteAttempt | None:
         settings = self.settings
         present = set(self._members)
         missing = set(range(len(settings.hosts))) - present - self._left
         if len(present) < settings.least_hosts:
-            self._lack(now, alone_since)
-            return
+            self._lack(now)
+            return None
         self._short_since = None
         if any(member.ports is None for member in self._members.values()):
-            return
+            return None
         if now - self._gathering_since < self._patience_s(missing):
-            return
-        if self._inherited and not self._judge_inherited(now):
-            return
-        if now >= self._not_before:
-            self._start(now)
+            return None
+        if self._inherited:
+            self._judge_inherited(now)
+            return None
+        return self._start(now) if due else None
 
     def _patience_s(self, missing: set[int]) -> float:
         """Seconds to wait for missing hosts, and until none of their tasks can run any more."""
@@ -352,11 +343,11 @@ class Leader:
             drain_s += SILENCE_S + HEARTBEAT_S
         return max(self.settings.rejoin_timeout_s, drain_s)
 
-    def _lack(self, now: float, alone_since: float) -> None:
+    def _lack(self, now: float) -> None:
         """There are fewer hosts than the run needs."""
         if self._short_since is None:
             self._short_since = now
-        if now - alone_since >= self.settings.give_up_s:
+        if now - self._alone_since >= self.settings.give_up_s:
             missing = set(range(len(self.settings.hosts))) - set(self._members)
             waited = self.settings.give_up_s
             self._finish(
@@ -371,17 +362,17 @@ class Leader:
         elif self._has_led or now - self._short_since >= RESIGN_S:
             self.resigns = True
 
-    def _judge_inherited(self, now: float) -> bool:
-        """Counts the attempt in which the leader before was lost; whether there is another one."""
-        self._inherited = False
+    def _judge_inherited(self, now: float) -> None:
+        """Judges the attempt in which the leader before was lost."""
         judged = self._new_attempt(now)
         for host, member in self._members.items():
             if member.joined.attempt == judged.number:
                 judged.reached(host, member.joined.step, member.joined.division)
         judged.lost(self._former, "it led, and its supervisor or connection was lost", now)
-        return self._judge(judged, now)
+        self._policy.division = judged.division
+        self._orchestrator.judge(judged.outcome(now), now)
 
-    def _start(self, now: float) -> None:
+    def _start(self, now: float) -> RemoteAttempt:
         """Starts an attempt on all members."""
         hosts = tuple(sorted(self._members))
         self.publish(
@@ -393,12 +384,13 @@ class Leader:
         self._has_led = True
         ports = {host: self._members[host].ports or () for host in hosts}
         self._plan = placed(self.settings, self.host, ports)
-        self._attempt = self._new_attempt(now)
+        attempt = self._new_attempt(now)
         for host in hosts:
-            self._send_start(host, self._attempt)
+            self._send_start(host, attempt)
         missing = set(range(len(self.settings.hosts))) - set(hosts)
         without = f", without {self.settings.names(missing)}" if missing else ""
         self.notify(f"attempt {self.record.attempt} on {self.settings.names(hosts)}{without}")
+        return attempt
 
     def _new_attempt(self, now: float) -> RemoteAttempt:
         """The attempt with the number in the record; it runs nowhere yet."""
