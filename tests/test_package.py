@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import re
 import subprocess
 import tomllib
 
@@ -46,6 +48,24 @@ def test_types_and_documents_are_packaged():
     for name in ("CHANGELOG.md", "SECURITY.md", "CITATION.cff"):
         assert name in manifest
         assert (ROOT / name).exists()
+
+
+def test_no_room_names_a_module_of_a_room_above_it_in_order_to_start_it():
+    """Imports are kept by import-linter, which does not see `python -m tfmw.room.module`."""
+    contract = PROJECT["tool"]["importlinter"]["contracts"][0]
+    floors = {room: i for i, floor in enumerate(contract["layers"]) for room in floor.split(" | ")}
+    found = []
+    for file in (ROOT / "tfmw").glob("*/**/*.py"):
+        own = file.relative_to(ROOT / "tfmw").parts[0]
+        for node in ast.walk(ast.parse(file.read_text())):
+            name = node.value if isinstance(node, ast.Constant) else None
+            if not isinstance(name, str) or not re.fullmatch(r"tfmw(\.\w+)+", name):
+                continue
+            path = ROOT.joinpath(*name.split("."))
+            if path.is_dir() or path.with_suffix(".py").exists():
+                found.append((own, name.split(".")[1]))
+    assert ("cli", "train") in found  # tfmw run --elastic
+    assert [(own, room) for own, room in found if floors[own] > floors[room]] == []
 
 
 def test_the_tests_of_the_sdist_exist():

@@ -102,6 +102,7 @@ def run(tmp_path: Path) -> Any:
             farewell_s=0.2,
             grace_s=grace_s,
             options=RunOptions(**options),
+            rounds="tfmw.train.local_sgd.round_server",
         )
         seconds = time.monotonic() - begin
         assert marked(tmp_path.name) == {}

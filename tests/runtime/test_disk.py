@@ -1,4 +1,4 @@
-"""Locks of files: one holder, and nobody else who could hold them."""
+"""Local files: locks with one holder, and files that are replaced as a whole."""
 
 from __future__ import annotations
 
@@ -31,6 +31,28 @@ with file_lock(sys.argv[1]):
         refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "BlockingIOError" in refused.stderr
     subprocess.run(command, check=True)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a model[1].keras"
+    path.write_text("before")
+
+    def half() -> None:
+        with disk.replacing(path) as temporary:
+            assert temporary.endswith(".keras")
+            with open(temporary, "w") as file:
+                file.write("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        half()
+    assert path.read_text() == "before"
+    with disk.replacing(path) as temporary:
+        with open(temporary, "w") as file:
+            file.write("after")
+        assert path.read_text() == "before"
+    assert path.read_text() == "after"
+    assert os.listdir(tmp_path) == [path.name]
 
 
 @pytest.mark.parametrize("before", [None, 0o644, 0o666])

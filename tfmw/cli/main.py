@@ -453,6 +453,7 @@ def _run(options: argparse.Namespace) -> int:
         evaluator=options.evaluator,
         log_dir=options.log_dir,
         options=run_options,
+        rounds="tfmw.train.local_sgd.round_server",
     )
     if options.trace is not None and (trace := tracing.join(options.trace)) is not None:
         say(f"tfmw: trace of all workers: {trace}; open it with https://ui.perfetto.dev")

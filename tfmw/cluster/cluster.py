@@ -33,6 +33,9 @@ from tfmw.cluster.tf_config import TASK_TYPES
 from tfmw.errors import ClusterError, is_whole
 from tfmw.observe import task_process
 
+TOKEN = "TFMW_TOKEN"
+"""Variable with a secret of the training, the same for all tasks."""
+
 ROUNDS, MEMBER, MEMBERS = "TFMW_ROUNDS", "TFMW_MEMBER", "TFMW_MEMBERS"
 """Variables of a member of elastic rounds: HOST:PORT of their server; its number, from 0; the
 number of members."""

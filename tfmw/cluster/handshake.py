@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfmw.cluster import addresses, wire
+from tfmw.cluster.cluster import TOKEN
 from tfmw.errors import ClusterError, TfmwError
 from tfmw.observe.trackers import RUN_ID
 from tfmw.storage.fence import ATTEMPT
@@ -45,10 +46,6 @@ _NOTICE_S = 3.0  # a task that waits longer logs what it waits for
 _CONNECT_S = 5.0
 _RETRY_S = 0.05
 _LATE_S = 5.0  # the chief may have been started later than a task that waits for its response
-
-
-TOKEN = "TFMW_TOKEN"
-"""Variable with a secret of the training, the same for all tasks."""
 
 
 def token() -> bytes | None:

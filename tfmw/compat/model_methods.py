@@ -24,7 +24,6 @@ import functools
 import inspect
 import itertools
 import os
-import secrets
 import sys
 import threading
 import types
@@ -36,6 +35,7 @@ import keras
 import tensorflow as tf
 
 from tfmw.compat.objects import Trainer, contains, overridden
+from tfmw.storage.disk import replacing
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,15 +95,8 @@ def _whole(save: Callable[..., Any], is_chief: bool) -> Callable[..., Any]:
         if not plain or "://" in path or not path.endswith((".keras", ".h5")):
             return save(self, filepath, *args, **kwargs)
         target = os.path.realpath(path)  # a symbolic link remains, as when Keras writes to it
-        name = f".{secrets.token_hex(6)}.{os.path.basename(path)}"
-        temporary = os.path.join(os.path.dirname(target), name)
-        try:
-            result = save(self, temporary, *args, **kwargs)
-            os.replace(temporary, target)
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        return result
+        with replacing(target) as temporary:
+            return save(self, temporary, *args, **kwargs)
 
     return guarded
 

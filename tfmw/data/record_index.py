@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tfmw.errors import UsageError
+from tfmw.storage.disk import flush, replacing
 
 DIRECTORY = "record_index"
 """The indices of the files of a run, beside its backups."""
@@ -103,11 +104,9 @@ def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
     kept = os.path.join(os.fspath(index_dir), f"{name}.npy")
     if not os.path.exists(kept):
         os.makedirs(index_dir, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=index_dir, delete=False) as file:  # by each worker
-            np.save(file, _index(path, kind))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, kept)
+        with replacing(kept) as temporary:  # by each worker
+            np.save(temporary, _index(path, kind))
+            flush(temporary)
     return np.load(kept, mmap_mode="r", allow_pickle=False)
 
 

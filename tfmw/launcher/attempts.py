@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from tfmw.cluster.cluster import MEMBERS, ROUNDS
+from tfmw.cluster.cluster import MEMBERS, ROUNDS, TOKEN
 from tfmw.cluster.signals import Signals
 from tfmw.errors import UsageError
 from tfmw.launcher import call
@@ -62,7 +62,7 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
     with contextlib.ExitStack() as stack:
         own = {RUN_ID: environ.get(RUN_ID) or secrets.token_hex(8)}
         if job.options.elastic:
-            own |= stack.enter_context(_served_rounds(job.workers, environ))
+            own |= stack.enter_context(_served_rounds(job, environ))
         context = make_context(job, {**environ, **own}, stop, stack)
         backend = _LocalAttempts(context, RestartPolicy(job.options, job.workers))
         orchestrator = Orchestrator(backend.policy, backend)
@@ -100,10 +100,8 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
 
 
 @contextlib.contextmanager
-def _served_rounds(workers: int, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """A server of elastic rounds beside the tasks; it ends with this process.
-
-    Where the environment names a server, as on several machines, that one serves.
+def _served_rounds(job: LocalRun, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Runs a server of elastic rounds, unless the environment names one, as on several machines.
 
     Yields:
         The variables that all tasks get.
@@ -114,14 +112,14 @@ def _served_rounds(workers: int, environ: Mapping[str, str]) -> Iterator[dict[st
     if environ.get(ROUNDS):
         yield {}
         return
-    token = environ.get("TFMW_TOKEN") or secrets.token_hex(32)
-    command = [sys.executable, "-m", "tfmw.train.local_sgd.round_server"]
+    token = environ.get(TOKEN) or secrets.token_hex(32)
+    command = [sys.executable, "-m", job.rounds]
     with subprocess.Popen(
-        [*command, "--members", str(workers), "--host", "127.0.0.1", "--until-input-ends"],
+        [*command, "--members", str(job.workers), "--host", "127.0.0.1", "--until-input-ends"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**environ, "TFMW_TOKEN": token},
+        env={**environ, TOKEN: token},
         start_new_session=True,  # Ctrl-C ends the tasks first
     ) as server:
         assert server.stdin is not None
@@ -130,7 +128,7 @@ def _served_rounds(workers: int, environ: Mapping[str, str]) -> Iterator[dict[st
             address = server.stdout.readline().strip()
             if not address:
                 raise UsageError("the server of the elastic rounds did not start; see above.")
-            yield {ROUNDS: address, MEMBERS: str(workers), "TFMW_TOKEN": token}
+            yield {ROUNDS: address, MEMBERS: str(job.workers), TOKEN: token}
         finally:
             server.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from tfmw.cluster.cluster import TOKEN
 from tfmw.errors import UsageError
 from tfmw.launcher.spawn import terminal_size
 from tfmw.observe import task_process
@@ -71,7 +72,7 @@ def task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, st
     env = dict(environ)
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides TensorFlow's notices in each task
     compute_with_onednn(env)
-    env.setdefault("TFMW_TOKEN", _token())
+    env.setdefault(TOKEN, _token())
     env["PYTHONUNBUFFERED"] = "1"
     env[CLOCK_ZERO] = str(clock_zero())
     env.pop("TFMW_TTY", None)

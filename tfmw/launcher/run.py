@@ -108,14 +108,14 @@ def launch(
     *,
     max_restarts: int = 0,
     isolate: AutoOnOff = "auto",
-    elastic: bool = False,
+    rounds: str = "",
     **of_run: Any,
 ) -> list[Any]:
     """Runs `fn(*args)` in each worker of a fresh local cluster.
 
     Args:
         fn, args, workers, max_restarts, isolate: as in `tfmw.launch`.
-        elastic: whether workers train apart and meet in rounds; see `RunOptions`.
+        rounds: module of the server in whose rounds elastic workers meet; "": they train together.
         of_run: other fields of `LocalRun`.
 
     Returns:
@@ -128,8 +128,9 @@ def launch(
     job = LocalRun(
         command=["call"],
         tasks=task_layout(workers, 0, False),
-        options=RunOptions(max_restarts=max_restarts, isolate=isolate, elastic=elastic),
+        options=RunOptions(max_restarts=max_restarts, isolate=isolate, elastic=bool(rounds)),
         payload=call.pack(fn, args),
+        rounds=rounds,
         **of_run,
     )
     with Signals() as stop:

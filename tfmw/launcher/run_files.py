@@ -26,6 +26,7 @@ from tfmw.cluster import Cluster
 from tfmw.errors import UsageError
 from tfmw.launcher.process import TaskFiles
 from tfmw.launcher.run_status import RunStatus
+from tfmw.storage.disk import replacing
 
 RUNTIME_DIRECTORY = "TFMW_RUNTIME_DIR"
 """Variable: another directory for the folders."""
@@ -139,9 +140,8 @@ def _new_folder(name: str) -> Path:
 
 def _write(folder: Path, status: RunStatus) -> None:
     text = json.dumps({**status.described(), "process": _process(status.pid)})
-    temporary = folder / f"{_RUN}.new"
-    temporary.write_text(text)
-    os.replace(temporary, folder / _RUN)
+    with replacing(folder / _RUN) as temporary:
+        Path(temporary).write_text(text)
 
 
 def _process(pid: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 
 from tfmw.errors import UsageError, printable
 from tfmw.observe.task_process import own_path
+from tfmw.storage.disk import replacing
 
 ERROR_FILE = "TFMW_ERROR_FILE"
 """Variable with the path of a task's file: <attempt>/<task>/error.json."""
@@ -61,11 +62,9 @@ def record_error(error: BaseException, *, fatal: bool = False) -> None:
         "usage": isinstance(error, UsageError),
         "fatal": fatal,
     }
-    temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
             json.dump(record, file)
-        os.replace(temporary, path)
     except OSError as problem:
         # A failure to record the error must not hide the error itself.
         print(f"tfmw: could not write {path}: {problem}", file=sys.stderr)

@@ -1,6 +1,7 @@
-"""Local files, as opposed to URLs: flushes, and locks by which one process uses a directory.
+"""Local files, as opposed to URLs: flushes, whole replacements, and locks of directories.
 
     flush("/backups/run7/record.json")               # its bytes are on the disk now
+    with replacing("/backups/run7/record.json") as temporary: ...    # it appears whole, or not
     with file_lock("/backups/run7/LOCK"):            # BlockingIOError if another process holds it
         ...
     holder_of("/backups/run7/LOCK")                  # "process 7 on host-a"
@@ -23,6 +24,7 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 import socket
 import threading
 import time
@@ -63,6 +65,23 @@ def flush(path: str | os.PathLike[str]) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Yields the name of a file to write; at the end it replaces `path`, which others may read.
+
+    After an error `path` is unchanged. The name has the ending of `path`, in the same directory.
+    """
+    directory, name = os.path.split(os.fspath(path))
+    temporary = os.path.join(directory, f".{secrets.token_hex(6)}.{name}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 @contextlib.contextmanager

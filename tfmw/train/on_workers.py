@@ -48,6 +48,7 @@ from tfmw.train.arguments import FitArguments
 from tfmw.train.callbacks.roles import BackupAndRestore, TemporaryBackup, without_backup
 from tfmw.train.checkpoint import state
 from tfmw.train.checkpoint.store import BackupStore
+from tfmw.train.local_sgd import round_server
 
 _ELASTIC_RESTARTS = 100
 _BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
@@ -172,7 +173,7 @@ def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Any) -> di
                 _train,
                 _packed(fit, _with(sent, backup)),
                 workers,
-                elastic=elastic,
+                rounds=round_server.__name__ if elastic else "",
                 max_restarts=_ELASTIC_RESTARTS if elastic else 0,
                 scratch=folder,
             )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hmac
 import io
 import json
 import os
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tfmw.cluster import shared_directories
+from tfmw.cluster.cluster import TOKEN
 from tfmw.cluster.signals import Signals
 from tfmw.cluster.sockets import reserved_ports
 from tfmw.cluster.versions import common_versions
@@ -39,7 +39,7 @@ from tfmw.launcher.engines.engine import TIMING, Contact
 from tfmw.launcher.environment import task_environment
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display
-from tfmw.launcher.remote.links import Links
+from tfmw.launcher.remote.links import Links, secret_of_tasks
 from tfmw.launcher.remote.messages import (
     AgentHello,
     BackupFiles,
@@ -177,8 +177,8 @@ class _Agent:
             self.stack.enter_context(contextlib.chdir(setup.folder))
         os.environ["COLUMNS"] = str(setup.columns)  # a task's terminal gets this width
         environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-        secret = hmac.digest(self.contact.token.encode(), b"tfmw tasks", "sha256").hex()
-        environ |= {"TFMW_TOKEN": secret, call.ELSEWHERE: self.host, BACKUPS: str(self.backups)}
+        secret = secret_of_tasks(self.contact.token.encode())
+        environ |= {TOKEN: secret, call.ELSEWHERE: self.host, BACKUPS: str(self.backups)}
         command = list(setup.command)
         if command[0] == "script" and not os.path.isfile(command[1]):
             script = self.folder / "script" / os.path.basename(command[1])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tfmw.errors import UsageError
+from tfmw.storage.disk import replacing
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -60,10 +61,8 @@ def is_own(folder: Path) -> bool:
 
 def write(path: Path, data: bytes) -> None:
     """Replaces a file as a whole, as others may be reading it; only this user can read it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb", opener=private) as file:
+    with replacing(path) as temporary, open(temporary, "wb", opener=private) as file:
         file.write(data)
-    os.replace(temporary, path)
 
 
 def append(path: Path) -> TextIO:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tfmw import __version__
 from tfmw.cluster import addresses
+from tfmw.cluster.cluster import TOKEN
 from tfmw.cluster.signals import Signals
 from tfmw.errors import ClusterError, UsageError
 from tfmw.launcher.hosts.lease import DIRECTORY, Lease, lease_of
@@ -26,7 +27,6 @@ from tfmw.launcher.hosts.supervisor_loop import run_on_hosts
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.run import check_program
 
-TOKEN = "TFMW_TOKEN"
 SHORTEST_TOKEN = 16  # characters
 
 

@@ -31,7 +31,7 @@ from typing import Any
 from tfmw.errors import UsageError
 from tfmw.launcher.remote.messages import built
 from tfmw.storage.bucket import Bucket, is_bucket
-from tfmw.storage.disk import file_lock, flush
+from tfmw.storage.disk import file_lock, flush, replacing
 from tfmw.storage.leased_object import BEAT_S, TTL_S, LeasedObject, Lost
 
 DIRECTORY = "dir:"
@@ -153,11 +153,10 @@ class DirectoryLease:
 
     def publish(self, record: Record) -> None:
         self.renew()
-        temporary = self._record.with_name(f".record.{os.getpid()}")
-        temporary.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
-        flush(temporary)
-        self._check_time()
-        os.replace(temporary, self._record)
+        with replacing(self._record) as temporary:
+            Path(temporary).write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
+            flush(temporary)
+            self._check_time()
         flush(self._record.parent)
         self._own = record
 

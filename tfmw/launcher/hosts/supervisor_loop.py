@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hmac
 import os
 import queue
 import signal
@@ -19,6 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from tfmw.cluster.cluster import TOKEN
 from tfmw.cluster.signals import Signals
 from tfmw.launcher.attempts import make_context
 from tfmw.launcher.hosts.host_links import HostLinks, why_not_connected
@@ -27,6 +27,7 @@ from tfmw.launcher.hosts.settings import HostSettings
 from tfmw.launcher.hosts.supervisor import Exit, Supervisor
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display, say
+from tfmw.launcher.remote.links import secret_of_tasks
 from tfmw.launcher.remote.tasks import TasksOfOneMachine
 from tfmw.storage.fence import FENCE
 
@@ -53,8 +54,9 @@ def run_on_hosts(
     Raises:
         ClusterError: this host's port is taken.
     """
-    secret = hmac.digest(token, b"tfmw tasks", "sha256").hex()
-    job = dataclasses.replace(job, env={**job.env, FENCE: lease.fence, "TFMW_TOKEN": secret})
+    job = dataclasses.replace(
+        job, env={**job.env, FENCE: lease.fence, TOKEN: secret_of_tasks(token)}
+    )
     events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         links = stack.enter_context(HostLinks(settings.hosts, host, token, events.put))

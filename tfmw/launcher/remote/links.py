@@ -62,6 +62,11 @@ def session_key(token: bytes, nonce: bytes, other_nonce: bytes) -> bytes:
     return hmac.digest(token, b"tfmw hosts 1 " + nonce + other_nonce, "sha256")
 
 
+def secret_of_tasks(token: bytes) -> str:
+    """The TFMW_TOKEN of the tasks of a run whose launchers share `token`."""
+    return hmac.digest(token, b"tfmw tasks", "sha256").hex()
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class Frames:
     """The frames of one direction of a connection; its sender seals them, its receiver checks them.

@@ -21,6 +21,7 @@ from tfmw.compat import models
 from tfmw.errors import UsageError
 from tfmw.observe import goodput, tracing
 from tfmw.observe.step_times import StepTimes
+from tfmw.storage.disk import replacing
 
 logger = logging.getLogger("tfmw")
 
@@ -198,11 +199,9 @@ def forget_events(board: keras.callbacks.TensorBoard, epoch: int, step: int) -> 
         records = [record.numpy() for record in tf.data.TFRecordDataset(str(path))]
         kept = [record for record in records if not _is_repeated(record, epoch, step)]
         if len(kept) < len(records):
-            temporary = f"{path}.tmp"
-            with tf.io.TFRecordWriter(temporary) as out:
+            with replacing(path) as temporary, tf.io.TFRecordWriter(temporary) as out:
                 for record in kept:
                     out.write(record)
-            os.replace(temporary, path)
 
 
 def _is_repeated(record: bytes, epoch: int, step: int) -> bool:

@@ -29,6 +29,7 @@ from tfmw.compat.memory import new_tensor, view_of
 from tfmw.compat.metric_variables import metric_variables
 from tfmw.data.random_state import random_state
 from tfmw.errors import UsageError
+from tfmw.storage.disk import replacing
 from tfmw.tables.files import TableFiles, TensorSlice, slice_spec
 from tfmw.tables.table import Table, is_table, table_of, tables_among
 from tfmw.train.callbacks.log import forget_events
@@ -361,10 +362,8 @@ def _forget_rows(log: keras.callbacks.CSVLogger, epoch: int) -> None:
     except (OSError, ValueError, IndexError):
         return  # there is no log, or CSVLogger did not write it
     if len(kept) < len(lines):
-        temporary = f"{log.filename}.tmp"
-        with open(temporary, "w", newline="") as file:
+        with replacing(log.filename) as temporary, open(temporary, "w", newline="") as file:
             file.writelines(kept)
-        os.replace(temporary, log.filename)
 
 
 def _attributes(callback: Any) -> dict[str, Any]:

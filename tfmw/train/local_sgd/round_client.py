@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tfmw.cluster import wire
-from tfmw.cluster.cluster import MEMBER, MEMBERS, ROUNDS
+from tfmw.cluster.cluster import MEMBER, MEMBERS, ROUNDS, TOKEN
 from tfmw.cluster.wire import Message
 from tfmw.errors import TfmwError, UsageError
 from tfmw.observe import task_process
@@ -84,7 +84,7 @@ class RoundClient:
         if not address or task_process.is_child(environ=environ):
             return None
         numbers = [environ.get(name, "") for name in (MEMBER, MEMBERS)]
-        key = environ.get("TFMW_TOKEN", "")
+        key = environ.get(TOKEN, "")
         if not all(map(str.isdecimal, numbers)) or not key or ":" not in address:
             raise UsageError(
                 f"received {ROUNDS}={address!r}, {MEMBER}={numbers[0]!r}, {MEMBERS}={numbers[1]!r} "

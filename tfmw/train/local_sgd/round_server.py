@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 
 from tfmw.cluster import sockets, wire
+from tfmw.cluster.cluster import TOKEN
 from tfmw.cluster.wire import Connection, Message
 from tfmw.train.local_sgd.quantized_sum import QuantizedSum
 
@@ -379,9 +380,9 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], Any] = print) -
     )
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    token = os.environ.get("TFMW_TOKEN", "")
+    token = os.environ.get(TOKEN, "")
     if not token:
-        parser.error("TFMW_TOKEN is not set: set the same secret for the server and members.")
+        parser.error(f"{TOKEN} is not set: set the same secret for the server and members.")
     try:
         listener = sockets.listen(options.host, options.port)
     except OSError as error:
