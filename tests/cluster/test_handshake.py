@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import queue
 import socket
@@ -14,7 +13,8 @@ import pytest
 
 from tests.helpers.by_hand import free_addresses
 from tfmw.cluster import addresses, handshake, wire
-from tfmw.cluster.handshake import Channel, NotATask, TaskDescription, serve_hellos
+from tfmw.cluster.handshake import TaskDescription, serve_hellos
+from tfmw.cluster.wire import Channel, NotATask
 
 SILENT = 100  # connections that send nothing, more than a server keeps
 
@@ -47,7 +47,7 @@ def hello(run: str = "", task: str = "worker 1") -> TaskDescription:
 
 
 def is_greeted(address: str, sent: TaskDescription) -> bool:
-    with Channel.connect(address, 30) as channel:
+    with handshake.connect(address, 30) as channel:
         channel.send(sent.message())
         try:
             return channel.receive(30) == {"problem": None}
@@ -83,7 +83,7 @@ def test_a_task_that_knows_the_token_is_greeted(token):
 def test_a_forged_hello_is_not(token):
     with served() as task:
         with socket.create_connection(addresses.split(task.address), timeout=30) as forged:
-            forged.sendall(json.dumps(hello().message()).encode() + b"\n")
+            Channel(forged).send(hello().message())
             received = until_closed(forged)
         assert b"problem" not in received  # a nonce and a proof
         assert is_greeted(task.address, hello(task="worker 2"))
@@ -112,7 +112,7 @@ def test_a_task_with_a_token_among_tasks_without_one_is_told_so(token):
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(wire.NotAMember, match="set the same on every task, or on none"),
     ):
-        Channel.connect(f"127.0.0.1:{silent.getsockname()[1]}", 0.1)
+        handshake.connect(f"127.0.0.1:{silent.getsockname()[1]}", 0.1)
 
 
 class Recorder(threading.Thread):

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import socketserver
+import struct
 import subprocess
 import sys
 import threading
@@ -164,7 +165,13 @@ def hello(task: str, addresses: list[str], **changed: Any) -> bytes:
     tasks = {f"worker {i}": address for i, address in enumerate(addresses)}
     message = {"tfmw": "rendezvous", "task": task, "tasks": tasks, "facts": FACTS}
     message |= {"details": {}, "run": ""}
-    return json.dumps({**message, **changed}).encode() + b"\n"
+    return framed({**message, **changed})
+
+
+def framed(message: Any) -> bytes:
+    """A message as `wire.Channel` sends it."""
+    data = json.dumps(message).encode()
+    return struct.pack("!I", len(data)) + data
 
 
 def connected(address: str, chief: subprocess.Popen[str]) -> socket.socket:
@@ -183,9 +190,11 @@ def test_other_connections_to_the_chiefs_port_are_ignored(addresses):
         b"GET / HTTP/1.1\r\n\r\n\n",
         b"\x80\x04c\n",
         b'{"rank": "0"}\n',
-        b"[" * 5000 + b"\n",
-        b'{"rank": 1, "members": ["127.0.0.1:1"], "facts": {}}\n',
-        json.dumps({"rank": 7, "members": two, "facts": FACTS}).encode() + b"\n",
+        struct.pack("!I", 5000) + b"[" * 5000,
+        struct.pack("!I", 3) + b"{1}",
+        framed([1]),
+        framed({"rank": 1, "members": ["127.0.0.1:1"], "facts": {}}),
+        framed({"rank": 7, "members": two, "facts": FACTS}),
         hello("worker 7", two),
         hello("worker 1", two, tfmw="control"),
         hello("worker 1", two, facts=None),

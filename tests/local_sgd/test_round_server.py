@@ -271,12 +271,12 @@ def test_strangers(threads: ThreadPoolExecutor) -> None:
 def test_a_message_that_is_none_ends_the_connection(threads: ThreadPoolExecutor) -> None:
     with serving(1) as member:
         a = member(0)
-        a._connection._peer.sendall(struct.pack("!I", 1 << 31))
+        a._connection._channel.peer.sendall(struct.pack("!I", 1 << 31))
         with pytest.raises(TfmwError, match="was lost"):
             a.fact("seed", 1)
         b = member(0)
         text = json.dumps({"arrays": []}).encode()
-        b._connection._peer.sendall(struct.pack("!I", len(text)) + text)
+        b._connection._channel.peer.sendall(struct.pack("!I", len(text)) + text)
         with pytest.raises(TfmwError, match="was lost"):
             b.fact("seed", 1)
         joined(threads, member(0))

@@ -30,12 +30,12 @@ from tfmw.cluster import addresses, shared_directories, sockets
 from tfmw.cluster import versions as installed
 from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.handshake import (
-    Channel,
-    NotATask,
     TaskDescription,
+    connect,
     differences,
     serve_hellos,
 )
+from tfmw.cluster.wire import Channel, NotATask
 from tfmw.errors import ClusterError
 from tfmw.storage import disk
 
@@ -305,7 +305,7 @@ class _Peers:
     def _connect(self, name: str, deadline: float, *, leaving: bool = False) -> str | None:
         """Exchanges hellos with a task once; returns the problem, or None."""
         try:
-            with Channel.connect(self._tasks[name], _CONNECT_S) as channel:
+            with connect(self._tasks[name], _CONNECT_S) as channel:
                 channel.send(self._own_hello(leaving).message())
                 # A task that has just started responds once it has imported TensorFlow.
                 timeout_s = max(_CONNECT_S, deadline - time.monotonic())

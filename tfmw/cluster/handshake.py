@@ -1,4 +1,4 @@
-"""How tasks of a cluster meet and compare: each sends a hello, one line of JSON over TCP.
+"""How tasks of a cluster meet and compare: each sends a hello, a message over TCP.
 
     tasks = {"worker 0": "h0:2222", ...}
     local = TaskDescription("rendezvous", "worker 1", tasks, {"keras": "3.15.1"})
@@ -6,7 +6,7 @@
     def greet(remote: TaskDescription, channel: Channel) -> None: ...      # in a thread for each
     server = serve_hellos("h0:2222", "rendezvous", greet)
 
-    with Channel.connect("h0:2222", timeout_s=5) as channel:
+    with connect("h0:2222", timeout_s=5) as channel:
         channel.send(local.message())
         response = channel.receive(timeout_s=30)
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import socket
@@ -34,13 +33,13 @@ from typing import Any
 
 from tfmw.cluster import addresses, wire
 from tfmw.cluster.cluster import TOKEN
+from tfmw.cluster.wire import Channel, NotATask
 from tfmw.errors import ClusterError, TfmwError
 from tfmw.observe.trackers import RUN_ID
 from tfmw.storage.fence import ATTEMPT
 
 logger = logging.getLogger("tfmw")
 
-_MAX_LINE = 1 << 20  # bytes; a hello of ten thousand tasks is a quarter of this
 _HELLO_S = 30.0  # for the hello of a peer that has connected
 _NOTICE_S = 3.0  # a task that waits longer logs what it waits for
 _CONNECT_S = 5.0
@@ -57,13 +56,6 @@ def own_run() -> str:
     """Identifies the attempt of the run that this process is of; "" where no launcher did."""
     run = os.environ.get(RUN_ID, "")
     return run and f"{run}, attempt {os.environ.get(ATTEMPT) or 0}"
-
-
-class NotATask(OSError):
-    """The process at an address is not a task of tfmw."""
-
-    def __init__(self) -> None:
-        super().__init__("the process there is not a task of tfmw")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +188,7 @@ def accepted_by_chief(
             left_s = max(_RETRY_S, deadline - time.monotonic())
             try:
                 with contextlib.ExitStack() as undo:
-                    channel = undo.enter_context(Channel.connect(chief, min(left_s, _CONNECT_S)))
+                    channel = undo.enter_context(connect(chief, min(left_s, _CONNECT_S)))
                     channel.send(hello.message())
                     response = channel.receive(response_s or left_s + _LATE_S)
                     if "problem" not in response:
@@ -215,95 +207,22 @@ def accepted_by_chief(
             time.sleep(_RETRY_S)
 
 
-class Channel:
-    """One JSON object per line, over a connected socket."""
+def connect(address: str, timeout_s: float) -> Channel:
+    """A channel to the process at "host:port"; both know the token, if there is one.
 
-    def __init__(self, peer: socket.socket):
-        self.peer = peer
-        self._lines = peer.makefile("rb")
-
-    @classmethod
-    def connect(cls, address: str, timeout_s: float) -> Channel:
-        """A connection to the process at "host:port", both of which know the token, if any.
-
-        Raises:
-            OSError: no process listens there, or it does not know the token.
-        """
-        peer = socket.create_connection(addresses.split(address), timeout=timeout_s)
-        if (key := token()) is not None:
-            try:
-                wire.prove(peer, key)
-            except TimeoutError:
-                raise wire.NotAMember(
-                    "the process there does not prove that it knows TFMW_TOKEN: set the same on "
-                    "every task, or on none"
-                ) from None
-        return cls(peer)
-
-    def __enter__(self) -> Channel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Raises OSError if the peer has closed the connection."""
-        self.peer.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, timeout_s: float | None) -> dict[str, Any]:
-        """The next object.
-
-        Raises:
-            NotATask: the peer sent something else.
-            OSError: the peer closed the connection, or sent nothing for `timeout_s` seconds.
-        """
-        self.peer.settimeout(timeout_s)
+    Raises:
+        OSError: no process listens there, or it does not know the token.
+    """
+    peer = socket.create_connection(addresses.split(address), timeout=timeout_s)
+    if (key := token()) is not None:
         try:
-            line = self._lines.readline(_MAX_LINE)
-        except ValueError:  # closed by another thread
-            raise ConnectionAbortedError("the connection was closed") from None
-        if not line:
-            raise ConnectionAbortedError("the connection was closed")
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            raise NotATask from None
-        if not isinstance(message, dict):
-            raise NotATask
-        return message
-
-    def wait_closed(self, timeout_s: float | None) -> None:
-        """Returns once the peer has closed its end, or after `timeout_s` seconds."""
-        with contextlib.suppress(OSError):
-            self.peer.settimeout(timeout_s)
-            self.peer.recv(1)
-
-    def closed_by_peer(self) -> bool:
-        """Whether the peer has closed its end."""
-        timeout_s = self.peer.gettimeout()
-        self.peer.setblocking(False)
-        try:
-            return self.peer.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        finally:
-            self.peer.settimeout(timeout_s)
-
-    def peer_host(self) -> str:
-        """IP address of the other end; "" once the connection is lost."""
-        try:
-            return str(self.peer.getpeername()[0])
-        except OSError:
-            return ""
-
-    def close(self) -> None:
-        """Closes the connection; a thread that waits in `receive` gets an error."""
-        with contextlib.suppress(OSError):
-            self.peer.shutdown(socket.SHUT_RDWR)
-        self._lines.close()
-        self.peer.close()
+            wire.prove(peer, key)
+        except TimeoutError:
+            raise wire.NotAMember(
+                "the process there does not prove that it knows TFMW_TOKEN: set the same on "
+                "every task, or on none"
+            ) from None
+    return Channel(peer)
 
 
 def serve_hellos(

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 
 from tfmw.cluster import Cluster, addresses
 from tfmw.cluster.handshake import (
-    Channel,
     TaskDescription,
     absence,
     accepted_by_chief,
@@ -27,6 +26,7 @@ from tfmw.cluster.handshake import (
     notice_of_waiting,
     serve_hellos,
 )
+from tfmw.cluster.wire import Channel
 from tfmw.errors import ClusterError, TfmwError
 
 _PROTOCOL = "rendezvous"

@@ -29,16 +29,17 @@ from typing import TYPE_CHECKING, Any
 
 from tfmw.cluster import Cluster, addresses, sockets
 from tfmw.cluster.handshake import (
-    Channel,
     TaskDescription,
     absence,
     accepted_by_chief,
+    connect,
     differences,
     listed,
     notice_of_waiting,
     serve_hellos,
 )
 from tfmw.cluster.sockets import addresses_of, end_connections, limit_silence
+from tfmw.cluster.wire import Channel
 from tfmw.errors import ClusterError, TaskFailed, TfmwError, UsageError
 from tfmw.observe.recorded_errors import ECHO
 
@@ -296,7 +297,7 @@ class ControlServer:
 def _is_coordinated(hello: TaskDescription) -> bool:
     """Whether a coordinator of the same cluster listens at the chief's address."""
     try:
-        with Channel.connect(hello.tasks["chief"], _CONNECT_S) as channel:
+        with connect(hello.tasks["chief"], _CONNECT_S) as channel:
             channel.send(hello.message())
             return channel.receive(_CONNECT_S).get("coordinator") is True
     except OSError:

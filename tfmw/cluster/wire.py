@@ -9,7 +9,7 @@
 
 A message is the length of its header (4 bytes), the header as JSON, and the arrays' bytes. The
 header lists their dtypes and shapes. Nothing is encrypted or signed, as on the ring: keep the
-network of a training private. Only messages need NumPy.
+network of a training private. Only arrays need NumPy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from tfmw.cluster import addresses, sockets
 
@@ -36,6 +36,7 @@ SILENCE_S = 15.0  # after which the kernel ends a connection; both sides read wi
 _NONCE_BYTES = 32
 _LENGTH = struct.Struct("!I")
 _LARGEST_HEADER = 1 << 26
+_LARGEST_HELLO = 1 << 20  # that of ten thousand tasks is a quarter of this
 _MOST_STRANGERS = 64  # connections at a time that have proven nothing yet
 
 Message = dict[str, Any]
@@ -45,63 +46,121 @@ class NotAMember(OSError):
     """The other side does not know the key."""
 
 
+class NotATask(OSError):
+    """The process at an address is not a task of tfmw."""
+
+    def __init__(self) -> None:
+        super().__init__("the process there is not a task of tfmw")
+
+
+class Channel:
+    """JSON objects over a connected stream socket; of `largest` bytes at most."""
+
+    def __init__(self, peer: socket.socket, largest: int = _LARGEST_HELLO):
+        self.peer = peer
+        self._largest = largest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message. Raises OSError if the other side is lost."""
+        data = json.dumps(message).encode()
+        self.peer.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self, timeout_s: float | None = None) -> Message:
+        """The next message.
+
+        Raises:
+            NotATask: the other side sent something else.
+            OSError: the other side is lost, or has sent nothing for `timeout_s` seconds.
+        """
+        self.peer.settimeout(timeout_s)
+        (length,) = _LENGTH.unpack(_read(self.peer, _LENGTH.size))
+        try:
+            message = json.loads(_read(self.peer, length)) if length <= self._largest else None
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise NotATask
+        return message
+
+    def wait_closed(self, timeout_s: float | None) -> None:
+        """Returns once the other side has closed its end, or after `timeout_s` seconds."""
+        with contextlib.suppress(OSError):
+            self.peer.settimeout(timeout_s)
+            self.peer.recv(1)
+
+    def closed_by_peer(self) -> bool:
+        """Whether the other side has closed its end."""
+        timeout_s = self.peer.gettimeout()
+        self.peer.setblocking(False)
+        try:
+            return self.peer.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        finally:
+            self.peer.settimeout(timeout_s)
+
+    def peer_host(self) -> str:
+        """IP address of the other end; "" once the connection is lost."""
+        try:
+            return str(self.peer.getpeername()[0])
+        except OSError:
+            return ""
+
+    def close(self) -> None:
+        """Closes it; a `receive` of another thread ends."""
+        with contextlib.suppress(OSError):
+            self.peer.shutdown(socket.SHUT_RDWR)
+        self.peer.close()
+
+
 class Connection:
-    """A connection whose other side has proven the key.
+    """Messages with arrays, to a process that has proven the key.
 
     Args:
         peer: a connected stream socket.
     """
 
     def __init__(self, peer: socket.socket):
-        self._peer = peer
+        self._channel = Channel(peer, _LARGEST_HEADER)
         self._sending = threading.Lock()
+        self.close = self._channel.close
         peer.settimeout(None)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         limit = {"TCP_USER_TIMEOUT": round(SILENCE_S * 1000)}
         sockets.keep_alive(peer, sockets.DETECTED_IN_11_S | limit)
 
     def send(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
-        """Sends a message. From any thread.
-
-        Raises:
-            OSError: the other side is lost.
-        """
+        """Sends a message. From any thread. Raises OSError if the other side is lost."""
         import numpy as np
 
         described = [(array.dtype.str, array.shape) for array in arrays]
-        header = json.dumps({**message, "arrays": described}).encode()
         with self._sending:
-            self._peer.sendall(_LENGTH.pack(len(header)) + header)
+            self._channel.send({**message, "arrays": described})
             for array in arrays:
                 if array.size:
                     flat = np.ascontiguousarray(array).reshape(-1)
-                    self._peer.sendall(flat.view(np.uint8).data)
+                    self._channel.peer.sendall(flat.view(np.uint8).data)
 
     def receive(self) -> tuple[Message, list[np.ndarray]]:
-        """The next message, and its arrays.
-
-        Raises:
-            OSError: the other side is lost.
-        """
+        """The next message, and its arrays. Raises OSError if the other side is lost."""
         import numpy as np
 
-        (length,) = _LENGTH.unpack(_read(self._peer, _LENGTH.size))
-        if length > _LARGEST_HEADER:
-            raise ConnectionError(f"a header of {length} bytes")
-        message: Message = json.loads(_read(self._peer, length))
+        message = self._channel.receive()
         arrays = []
         for dtype, shape in message.pop("arrays"):
             array: np.ndarray = np.empty(shape, dtype)
             if array.size:
-                _fill(self._peer, array.reshape(-1).view(np.uint8).data)
+                _fill(self._channel.peer, array.reshape(-1).view(np.uint8).data)
             arrays.append(array)
         return message, arrays
-
-    def close(self) -> None:
-        """Closes it; a `receive` of another thread ends."""
-        with contextlib.suppress(OSError):
-            self._peer.shutdown(socket.SHUT_RDWR)
-        self._peer.close()
 
 
 def connect(address: str, key: bytes) -> Connection:
@@ -205,5 +264,5 @@ def _fill(peer: socket.socket, view: memoryview) -> None:
     while view:
         count = peer.recv_into(view)
         if not count:
-            raise ConnectionError("it closed the connection")
+            raise ConnectionAbortedError("the connection was closed")
         view = view[count:]
