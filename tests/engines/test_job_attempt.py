@@ -18,7 +18,6 @@ from tfmw.launcher.remote.messages import (
     AgentHello,
     BackupFiles,
     Ended,
-    EndReport,
     Look,
     Looked,
     Message,
@@ -105,7 +104,7 @@ class World:
         failures: tuple[Failure, ...] = ()
         if failure:
             failures = (Failure(f"worker {rank}", **{"status": 1, "step": 4, **failure}),)
-        report = EndReport(done=not failures, step=5, failures=failures)
+        report = AttemptOutcome(done=not failures, step=5, failures=failures)
         self.say(rank, Ended(3, report, body))
 
     def outcome(self) -> AttemptOutcome:
@@ -266,7 +265,7 @@ def test_tasks_of_another_attempt_are_refused() -> None:
 
 def test_peers_of_tasks_that_saved_their_state_have_not_failed() -> None:
     world = World().begun()
-    report = EndReport(preempted=True, step=5)
+    report = AttemptOutcome(preempted=True, step=5)
     world.say(0, Ended(3, report))
     world.ended(1, error="UnavailableError: gone", secondary=True)
     outcome = world.outcome()
@@ -276,7 +275,7 @@ def test_peers_of_tasks_that_saved_their_state_have_not_failed() -> None:
 
 def test_task_that_stays_when_another_saved_its_state_is_not_waited_for_for_ever() -> None:
     world = World().begun()
-    report = EndReport(preempted=True, step=5)
+    report = AttemptOutcome(preempted=True, step=5)
     world.say(0, Ended(3, report))
     world.now += PREEMPT_GRACE_S - 1
     assert not world.attempt.look()

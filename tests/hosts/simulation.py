@@ -23,7 +23,6 @@ from tfmw.launcher.options import RunOptions
 from tfmw.launcher.remote.messages import (
     End,
     Ended,
-    EndReport,
     Leave,
     Ready,
     RestartReply,
@@ -32,6 +31,7 @@ from tfmw.launcher.remote.messages import (
     decode,
     encode,
 )
+from tfmw.launcher.restart import AttemptOutcome
 from tfmw.storage.leased_object import Lost
 
 STEP_S = 0.1
@@ -60,7 +60,7 @@ class Tasks:
     since: float
     leave_at: float | None = None
     end_at: float | None = None  # ended by the supervisor
-    report: EndReport | None = None
+    report: AttemptOutcome | None = None
 
 
 @dataclasses.dataclass
@@ -149,7 +149,7 @@ class Host:
                 assert message.restarts <= world.settings.options.max_restarts
                 world.restarts.append(message.restarts)
             case RestartReply() if tasks is not None and tasks.report is None:
-                report = EndReport(failures=(failure(self.index, False),), step=world.step())
+                report = AttemptOutcome(failures=(failure(self.index, False),), step=world.step())
                 tasks.report = report
             case Leave() if tasks is not None:
                 tasks.leave_at = world.now + world.random.uniform(0.0, 2.0)
@@ -233,7 +233,7 @@ class World:
     def kill_task(self, index: int) -> None:
         host = self.hosts[index]
         if host is not None and host.tasks is not None and host.tasks.report is None:
-            host.tasks.report = EndReport(failures=(failure(index, False),), step=self.step())
+            host.tasks.report = AttemptOutcome(failures=(failure(index, False),), step=self.step())
 
     def kill_task_alone(self, index: int) -> None:
         """A task that could restart alone, beside servers."""
@@ -410,7 +410,7 @@ class World:
             return
         if tasks.end_at is not None and self.now >= tasks.end_at:
             host.tasks = None
-            report = tasks.report or EndReport(step=self.step())
+            report = tasks.report or AttemptOutcome(step=self.step())
             host.machine.from_tasks(Ended(tasks.start.attempt, report), self.now)
             return
         if tasks.report is not None and tasks.end_at is None:
@@ -425,11 +425,11 @@ class World:
                 other = self.hosts[peer]
                 assert other is not None
                 assert other.tasks is not None
-                other.tasks.report = EndReport(preempted=True, step=self.step())
+                other.tasks.report = AttemptOutcome(preempted=True, step=self.step())
         elif train:
             tasks.since = self.now
         elif self.now - tasks.since >= LOST_PEER_S:
-            tasks.report = EndReport(failures=(failure(index, True),), step=self.step())
+            tasks.report = AttemptOutcome(failures=(failure(index, True),), step=self.step())
 
     def _train(self) -> None:
         """The attempt that trains makes steps, and its chief writes a backup of each."""
@@ -449,7 +449,7 @@ class World:
                 host = self.hosts[index]
                 assert host is not None
                 assert host.tasks is not None
-                host.tasks.report = EndReport(done=True, step=self.step())
+                host.tasks.report = AttemptOutcome(done=True, step=self.step())
 
     # ---- the ends of supervisors -----------------------------------------------------------------
 

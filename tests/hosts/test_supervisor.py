@@ -21,7 +21,8 @@ from tfmw.launcher.hosts.leader import DRAIN_S
 from tfmw.launcher.hosts.lease import Record
 from tfmw.launcher.hosts.settings import SILENCE_S
 from tfmw.launcher.hosts.supervisor import Supervisor
-from tfmw.launcher.remote.messages import Ended, EndReport, Ready, Start
+from tfmw.launcher.remote.messages import Ended, Ready, Start
+from tfmw.launcher.restart import AttemptOutcome
 from tfmw.storage.leased_object import Lost
 
 HOSTS = 3
@@ -219,12 +220,12 @@ def test_a_host_that_starts_nothing_is_still_ready():
     supervisor.from_tasks(Ready((1000,)), 0.3)
     start = Start("run", 0, (0, 1), {}, (("worker", 0),))
     supervisor.from_leader(start, 0.4)
-    supervisor.from_tasks(Ended(0, EndReport()), 0.5)
+    supervisor.from_tasks(Ended(0, AttemptOutcome()), 0.5)
     supervisor.from_tasks(Ready((1001,)), 0.6)
     process.to_leader.reset_mock()
     supervisor.from_leader(start, 0.7)
     sent = [call.args[0] for call in process.to_leader.call_args_list]
-    assert sent == [Ended(0, EndReport()), Ready((1001,))]
+    assert sent == [Ended(0, AttemptOutcome()), Ready((1001,))]
 
 
 def test_the_policys_count_moves_with_the_lead():
@@ -312,7 +313,7 @@ def test_a_worker_host_that_is_lost_after_the_chief_is_done_changes_nothing():
     host = world.hosts[leader]
     assert host is not None
     assert host.tasks is not None
-    host.tasks.report = EndReport(done=True, step=world.step())
+    host.tasks.report = AttemptOutcome(done=True, step=world.step())
     world.run(0.5)
     world.kill((leader + 1) % HOSTS)
     world.run(15.0)

@@ -24,7 +24,6 @@ from tfmw.launcher.remote.messages import (
     BackupFiles,
     End,
     Ended,
-    EndReport,
     HostHello,
     Join,
     Malformed,
@@ -34,6 +33,7 @@ from tfmw.launcher.remote.messages import (
     decode,
     encode,
 )
+from tfmw.launcher.restart import AttemptOutcome
 
 TOKEN = b"the token of these tests"
 PATIENT = Timing(beat_s=0.1, silence_s=10.0, hello_s=10.0)
@@ -197,8 +197,10 @@ MESSAGES = [
     Setup(("call",), RunOptions(preempt_grace_s=1), {}, {"A": "b"}, "/a", False, 80, b"\n\0"),
     Join({"tfmw": "1"}, 3, -1),
     Start("run", 2, (0, 2), {"worker": ("h0:1", "h2:1")}, (("worker", 1),)),
-    Ended(2, EndReport(done=True, step=3)),
-    Ended(2, EndReport(failures=(Failure("worker 1", log=Path("/a/log"), host="h1"),)), b"result"),
+    Ended(2, AttemptOutcome(done=True, step=3)),
+    Ended(
+        2, AttemptOutcome(failures=(Failure("worker 1", log=Path("/a/log"), host="h1"),)), b"result"
+    ),
 ]
 
 

@@ -6,11 +6,11 @@ import math
 
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
-from tfmw.launcher.remote.messages import EndReport
 from tfmw.launcher.remote.remote_attempt import RemoteAttempt
+from tfmw.launcher.restart import AttemptOutcome
 
 GRACE_S = 7.0
-DONE = EndReport(done=True, step=5)
+DONE = AttemptOutcome(done=True, step=5)
 
 
 def attempt_of(settle_s: float = 0.0) -> RemoteAttempt:
@@ -18,8 +18,8 @@ def attempt_of(settle_s: float = 0.0) -> RemoteAttempt:
     return RemoteAttempt(3, {0, 1}, options, "h{}".format, 100.0, settle_s)
 
 
-def failed(task: str, secondary: bool = False) -> EndReport:
-    return EndReport(step=4, failures=(Failure(task, error="E", secondary=secondary),))
+def failed(task: str, secondary: bool = False) -> AttemptOutcome:
+    return AttemptOutcome(step=4, failures=(Failure(task, error="E", secondary=secondary),))
 
 
 def test_all_are_done() -> None:
@@ -55,14 +55,14 @@ def test_a_lost_machine_is_a_failure_from_outside_once() -> None:
 def test_tasks_that_end_without_a_reason_have_failed() -> None:
     """A task may end like one that somebody kills on its machine; not once the leader ends all."""
     attempt = attempt_of()
-    attempt.ended(0, EndReport(step=2), 101.0)
-    attempt.ended(1, EndReport(step=2), 101.5)
+    attempt.ended(0, AttemptOutcome(step=2), 101.0)
+    attempt.ended(1, AttemptOutcome(step=2), 101.5)
     assert [f.task for f in attempt.outcome(102.0).failures] == ["h0"]
 
 
 def test_preempted_tasks_have_a_limit_and_their_peers_have_not_failed() -> None:
     attempt = attempt_of()
-    attempt.ended(0, EndReport(preempted=True, step=6), 101.0)
+    attempt.ended(0, AttemptOutcome(preempted=True, step=6), 101.0)
     assert attempt.end_at == 101.0 + GRACE_S
     attempt.ended(1, failed("worker 1", secondary=True), 102.0)
     outcome = attempt.outcome(102.0)

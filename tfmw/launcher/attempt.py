@@ -34,8 +34,8 @@ from tfmw.launcher.environment import gpu_note, visible_devices
 from tfmw.launcher.failure import Diagnosis, Failure
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display, OutputPump
-from tfmw.launcher.process import Task
-from tfmw.launcher.restart import backoff_s, restarts_alone, when
+from tfmw.launcher.process import Task, divisions
+from tfmw.launcher.restart import AttemptOutcome, backoff_s, restarts_alone, when
 from tfmw.launcher.run_status import RunStatus, sentence
 from tfmw.launcher.spawn import ATTEMPT_MARK, Spawner, end_marked, reap_orphans
 from tfmw.launcher.watchdog import (
@@ -46,8 +46,9 @@ from tfmw.launcher.watchdog import (
     TaskStatus,
     Watchdog,
 )
+from tfmw.observe import goodput
 from tfmw.observe.exchanges import missing
-from tfmw.observe.goodput import Division
+from tfmw.observe.goodput import OTHER, Division
 from tfmw.observe.progress import AT_THE_END
 
 SETTLE_S = 0.5
@@ -450,10 +451,6 @@ class Attempt:
             return ()
         return self._diagnosis.failures(self.tasks, self._hung)
 
-    def restarted_failures(self) -> tuple[Failure, ...]:
-        """The failures of the tasks that were restarted alone, in order."""
-        return tuple(self._diagnosis.failure(task, task.error()) for task in self._replaced)
-
     def done(self) -> bool:
         """Whether all tasks have ended with status 0; serving ones may have been ended."""
         return all(task.status == 0 for task in self._not_serving() or self.tasks)
@@ -466,9 +463,23 @@ class Attempt:
         """The largest training step that a task has reported; negative if none has."""
         return max((task.progress().step for task in self.tasks), default=-1)
 
-    def seconds(self) -> float:
-        """Duration of the attempt."""
-        return min(self._diagnosis.ended_at, time.monotonic()) - self._began_at
+    def division(self) -> Division | None:
+        """How the first task that trains divides the run's time; None if none does here."""
+        first = next(iter(divisions(self.tasks).values()), None)
+        return first and (first.until(goodput.now(), OTHER) if self.done() else first)
+
+    def outcome(self) -> AttemptOutcome:
+        """How the attempt ended; call it after `end`."""
+        return AttemptOutcome(
+            failures=self.failures(),
+            step=self.step(),
+            seconds=min(self._diagnosis.ended_at, time.monotonic()) - self._began_at,
+            preempted=self.preempted(),
+            signals=tuple(self._stop.received),
+            restarted=tuple(self._diagnosis.failure(t, t.error()) for t in self._replaced),
+            done=self.done(),
+            division=self.division(),
+        )
 
     def results(self) -> dict[str, bytes]:
         """The pickled outcome of the payload's function in each task. Call once, after `end`."""

@@ -220,14 +220,7 @@ class _LocalAttempts:
         restarting = not stop and self.policy.restarts < most
         attempt.end(0.0 if restarting and attempt.failures() else None)
         self._before = {t: d.before_a_restart() for t, d in divisions(attempt.tasks).items()}
-        return AttemptOutcome(
-            failures=attempt.failures(),
-            step=attempt.step(),
-            seconds=attempt.seconds(),
-            preempted=attempt.preempted(),
-            signals=tuple(stop),
-            restarted=attempt.restarted_failures(),
-        )
+        return attempt.outcome()
 
     def judged(self, outcome: AttemptOutcome, decision: Decision) -> None:
         self._tasks = [t for t in self._tasks if t[0] != "worker" or t[1] < decision.workers]

@@ -38,7 +38,7 @@ _COUNTS = ("restarts", "step", "stalled", "own_errors")  # of a policy that are 
 
 @dataclasses.dataclass(frozen=True)
 class AttemptOutcome:
-    """How an attempt ended.
+    """How an attempt ended: on one machine, or on all of them.
 
     Args:
         failures: tasks that failed on their own, the root cause first; empty if none did.
@@ -48,6 +48,8 @@ class AttemptOutcome:
         signals: the signals that the launcher has received.
         attempt: its number; None: the number after the last one.
         restarted: failures of tasks that were restarted alone.
+        done: whether all tasks ended with status 0; serving ones may have been ended.
+        division: of the run's time; None: unknown.
     """
 
     failures: tuple[Failure, ...] = ()
@@ -57,6 +59,8 @@ class AttemptOutcome:
     signals: tuple[int, ...] = ()
     attempt: int | None = None
     restarted: tuple[Failure, ...] = ()
+    done: bool = False
+    division: Division | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,6 @@ from tfmw.launcher.remote.links import Links
 from tfmw.launcher.remote.messages import (
     End,
     Ended,
-    EndReport,
     Join,
     Leave,
     Leaving,
@@ -249,7 +248,7 @@ class Leader:
 
     # ---- the attempt that runs -------------------------------------------------------------------
 
-    def _ended(self, host: int, report: EndReport, now: float) -> None:
+    def _ended(self, host: int, report: AttemptOutcome, now: float) -> None:
         assert self._attempt is not None
         self._attempt.ended(host, report, now, host=self.settings.name(host))
         if self.settings.ps and host == self.host and report.done:  # the chief is

@@ -29,7 +29,6 @@ from tfmw.launcher.hosts.settings import HostSettings
 from tfmw.launcher.remote.messages import (
     End,
     Ended,
-    EndReport,
     FromMember,
     Join,
     Leave,
@@ -43,6 +42,7 @@ from tfmw.launcher.remote.messages import (
     Start,
 )
 from tfmw.launcher.remote.tasks import TasksOfOneMachine
+from tfmw.launcher.restart import AttemptOutcome
 from tfmw.observe.goodput import Division
 from tfmw.storage.leased_object import Lost
 
@@ -252,7 +252,7 @@ class Supervisor:
                 self._alone_since = now
                 self.tasks.do(message)
             case Start():
-                self._tell(Ended(message.attempt, EndReport()), now)
+                self._tell(Ended(message.attempt, AttemptOutcome()), now)
                 if self._ports is not None:
                     self._tell(Ready(self._ports), now)
             case RestartReply(attempt=attempt) | End(attempt=attempt) | Leave(attempt=attempt):

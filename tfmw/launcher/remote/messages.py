@@ -1,6 +1,6 @@
 """Messages between the process that leads an attempt and those that run its tasks.
 
-    data = encode(Ended(attempt=3, report=report))      # bytes: JSON, then a field of bytes
+    data = encode(Ended(attempt=3, report=outcome))      # bytes: JSON, then a field of bytes
     decode(data)                                        # the same value, or raises Malformed
 
 The shapes are known, and checked field by field. `FromMember` and the other unions say which side
@@ -18,24 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
+from tfmw.launcher.restart import AttemptOutcome
 from tfmw.observe.goodput import Division
 
 
 class Malformed(ValueError):
     """Bytes that are none of the messages."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EndReport:
-    """How an attempt ended on one machine."""
-
-    done: bool = False  # whether all of its tasks ended with status 0
-    step: int = -1  # the largest training step that a task has reported; negative: none
-    preempted: bool = False  # whether tasks saved their state and exited
-    failures: tuple[Failure, ...] = ()  # of tasks that failed on their own, the root cause first
-    division: Division | None = None  # of the run's time; None: unknown
 
 
 # ---- of supervisors and of agents --------------------------------------------------------------
@@ -80,7 +69,7 @@ class Ended:
     """No task of the attempt runs here any more; `body`: the pickled result of an agent's task."""
 
     attempt: int
-    report: EndReport
+    report: AttemptOutcome
     body: bytes = b""
 
 

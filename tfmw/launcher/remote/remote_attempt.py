@@ -27,7 +27,6 @@ from typing import Any
 
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
-from tfmw.launcher.remote.messages import EndReport
 from tfmw.launcher.restart import AttemptOutcome
 from tfmw.observe import goodput
 from tfmw.observe.goodput import Division
@@ -46,7 +45,7 @@ class RemoteAttempt:
     before: Division | None = None  # of the run's time until now; None: nothing is known
 
     def __post_init__(self) -> None:
-        self.reports: dict[int, EndReport] = {}  # of machines whose tasks have ended
+        self.reports: dict[int, AttemptOutcome] = {}  # of machines whose tasks have ended
         self.step = -1  # the largest training step that is known; negative: none
         self.end_at = math.inf  # when the leader must end the tasks that still run
         self._divisions: dict[int, Division] = {}  # of the run's time, by machine
@@ -75,7 +74,7 @@ class RemoteAttempt:
         """A line about the run's time so far."""
         return goodput.line(self._known())
 
-    def ended(self, machine: int, report: EndReport, now: float, **about: Any) -> None:
+    def ended(self, machine: int, report: AttemptOutcome, now: float, **about: Any) -> None:
         """No task of a machine runs any more; `about`: fields that its failures get."""
         self.running.discard(machine)
         self.reports[machine] = report

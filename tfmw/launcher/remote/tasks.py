@@ -20,19 +20,16 @@ from collections.abc import Mapping
 from tfmw.cluster.sockets import reserved_ports
 from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.failure import Failure
-from tfmw.launcher.process import divisions
 from tfmw.launcher.remote.messages import (
     End,
     Ended,
-    EndReport,
     Leave,
     Ready,
     RestartReply,
     RestartRequest,
     Start,
 )
-from tfmw.observe import goodput
-from tfmw.observe.goodput import OTHER, Division
+from tfmw.observe.goodput import Division
 from tfmw.observe.trackers import RUN_ID
 
 
@@ -69,7 +66,7 @@ class TasksOfOneMachine:
     @property
     def division(self) -> Division | None:
         """How a running task divides the run's time; None if none trains here."""
-        return None if self._attempt is None else _division(self._attempt)
+        return None if self._attempt is None else self._attempt.division()
 
     def prepare(self, count: int) -> None:
         """Begins to get ready for tasks that need `count` ports."""
@@ -135,7 +132,12 @@ class TasksOfOneMachine:
         attempt.poll(0.0)  # what has failed until now has failed by itself
         attempt.end(0.0)
         body = b"".join(attempt.results().values())  # of one task at most
-        return Ended(attempt.number, report_of(attempt), body)
+        outcome = attempt.outcome()
+        failures = tuple(
+            dataclasses.replace(f, error=f.error[:2000], detail=tuple(x[:500] for x in f.detail))
+            for f in outcome.failures
+        )
+        return Ended(attempt.number, dataclasses.replace(outcome, failures=failures), body)
 
     def look(self, wait_s: float) -> Ready | RestartRequest | Ended | None:
         """Looks at the tasks once; returns a message for the leader. At once if it is `idle`.
@@ -167,27 +169,3 @@ class TasksOfOneMachine:
         """Ends everything."""
         self.end()
         self._ports.close()
-
-
-def report_of(attempt: Attempt) -> EndReport:
-    """How an attempt ended on this machine; call it after `Attempt.end`."""
-    return EndReport(
-        done=attempt.done(),
-        step=attempt.step(),
-        preempted=attempt.preempted(),
-        failures=tuple(
-            dataclasses.replace(
-                failure,
-                error=failure.error[:2000],
-                detail=tuple(line[:500] for line in failure.detail),
-            )
-            for failure in attempt.failures()
-        ),
-        division=_division(attempt),
-    )
-
-
-def _division(attempt: Attempt) -> Division | None:
-    """How the first task that trains divides the run's time; None if none does here."""
-    first = next(iter(divisions(attempt.tasks).values()), None)
-    return first and (first.until(goodput.now(), OTHER) if attempt.done() else first)
