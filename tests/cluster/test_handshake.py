@@ -170,7 +170,7 @@ def test_silent_connections_keep_nobody_out(kind, request):
         ]
         until_closed(silent[0])  # the oldest ones are
         assert is_greeted(task.address, hello())
-        assert len(task.server._strangers) <= wire._MOST_STRANGERS
+        assert len(task.server._strangers) <= wire.MOST_STRANGERS
 
 
 def test_a_task_of_another_run_cannot_join(no_token, caplog):

@@ -67,11 +67,17 @@ def listen(host: str = "", port: int = 0) -> socket.socket:
     return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=_BACKLOG)
 
 
-def serve(listener: socket.socket, handle: Callable[[socket.socket], None], name: str) -> None:
+def serve(
+    listener: socket.socket,
+    handle: Callable[[socket.socket], None],
+    name: str,
+    free: Callable[[], None] = lambda: None,
+) -> None:
     """Calls `handle` with each connection, in a thread of its own, until `stop`. Returns at once.
 
     Args:
         name: of the thread that accepts.
+        free: frees descriptors, of which none is left.
     """
 
     def accept() -> None:
@@ -81,7 +87,8 @@ def serve(listener: socket.socket, handle: Callable[[socket.socket], None], name
             except OSError:
                 if listener.fileno() < 0:
                     return
-                time.sleep(0.1)  # such as EMFILE
+                free()  # such as EMFILE
+                time.sleep(0.1)
                 continue
             threading.Thread(target=handle, args=[peer], daemon=True).start()
 

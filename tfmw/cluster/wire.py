@@ -22,6 +22,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 CONNECT_S = 5.0
 HELLO_S = 2.0  # in which a new connection must have proven the key
 SILENCE_S = 15.0  # after which the kernel ends a connection; both sides read without delay
-_NONCE_BYTES = 32
+NONCE_BYTES, PROOF_BYTES = 32, 32
 _LENGTH = struct.Struct("!I")
 _LARGEST_HEADER = 1 << 26
 _LARGEST_HELLO = 1 << 20  # that of ten thousand tasks is a quarter of this
-_MOST_STRANGERS = 64  # connections at a time that have proven nothing yet
+MOST_STRANGERS = 64  # connections at a time that have proven nothing yet
 
 Message = dict[str, Any]
 
@@ -68,7 +69,7 @@ class Channel:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message. Raises OSError if the other side is lost."""
-        data = json.dumps(message).encode()
+        data = json.dumps(message).encode() + b"\n"  # a server of lines, such as HTTP, responds
         self.peer.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self, timeout_s: float | None = None) -> Message:
@@ -202,19 +203,22 @@ class Server:
         self._listener, self._key, self._handle = listener, key, handle
         self._introduce = introduce
         self._strangers: collections.deque[socket.socket] = collections.deque()  # the oldest first
-        sockets.serve(listener, self._serve, name)
+        sockets.serve(listener, self._serve, name, lambda: self._drop_strangers(keep=0))
 
     def close(self) -> None:
         """Accepts no further connection; those that are open stay."""
         sockets.stop(self._listener)
 
+    def _drop_strangers(self, keep: int) -> None:
+        while len(self._strangers) > keep:
+            with contextlib.suppress(OSError, IndexError):  # its thread ends by that
+                self._strangers.popleft().shutdown(socket.SHUT_RDWR)
+
     def _serve(self, peer: socket.socket) -> None:
         self._strangers.append(peer)
         with contextlib.suppress(OSError):
             try:
-                if len(self._strangers) > _MOST_STRANGERS:
-                    with contextlib.suppress(OSError, IndexError):  # its thread ends by that
-                        self._strangers.popleft().shutdown(socket.SHUT_RDWR)
+                self._drop_strangers(keep=MOST_STRANGERS)
                 if self._key is not None:
                     peer.settimeout(HELLO_S)
                     prove(peer, self._key, b"server", b"member")
@@ -228,40 +232,70 @@ class Server:
             self._handle(introduced)
 
 
+class Proof:
+    """One side's proof that it knows the key: an HMAC of the nonces of both sides.
+
+    Attributes:
+        nonce: sent first.
+        session: the key of this connection alone, once `of` has returned.
+    """
+
+    def __init__(self, key: bytes, own: bytes, other: bytes) -> None:
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self._key, self._own, self._other = key, own, other
+
+    def of(self, nonce: bytes) -> bytes:
+        """The proof to send to the side that has sent this nonce."""
+        nonces = b"".join(sorted((self.nonce, nonce)))
+        own, self._expected, self.session = (
+            hmac.digest(self._key, b"tfmw " + label + b" " + nonces, "sha256")
+            for label in (self._own, self._other, b"session")
+        )
+        return own
+
+    def check(self, received: bytes) -> bytes:
+        """Returns the key of the connection. Raises NotAMember for a wrong proof."""
+        if not hmac.compare_digest(received, self._expected):
+            raise NotAMember("the other side does not know this training's TFMW_TOKEN")
+        return self.session
+
+
 def prove(
     peer: socket.socket, key: bytes, own: bytes = b"member", other: bytes = b"server"
-) -> None:
-    """Each side sends a nonce, and proves that it knows the key by its HMAC of both nonces.
+) -> bytes:
+    """Proves the key to the other side, within the socket's timeout, and has it proven.
+
+    Returns:
+        The key of this connection alone.
 
     Raises:
         OSError: the other side is lost; the socket is closed.
         NotAMember: it does not know the key.
     """
+    limit_s = peer.gettimeout()
+    deadline = None if limit_s is None else time.monotonic() + limit_s
     try:
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        peer.sendall(nonce)
-        nonces = b"".join(sorted((nonce, _read(peer, _NONCE_BYTES))))
-        peer.sendall(_proof(key, own, nonces))
-        expected = _proof(key, other, nonces)
-        if not hmac.compare_digest(_read(peer, len(expected)), expected):
-            raise NotAMember("the other side does not know this training's TFMW_TOKEN")
+        proof = Proof(key, own, other)
+        peer.sendall(proof.nonce)
+        peer.sendall(proof.of(_read(peer, NONCE_BYTES, deadline)))
+        session = proof.check(_read(peer, PROOF_BYTES, deadline))
+        peer.settimeout(limit_s)
+        return session
     except BaseException:
         peer.close()
         raise
 
 
-def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(key, b"tfmw " + side + b" " + nonces, "sha256")
-
-
-def _read(peer: socket.socket, size: int) -> bytes:
+def _read(peer: socket.socket, size: int, deadline: float | None = None) -> bytes:
     data = bytearray(size)
-    _fill(peer, memoryview(data))
+    _fill(peer, memoryview(data), deadline)
     return bytes(data)
 
 
-def _fill(peer: socket.socket, view: memoryview) -> None:
+def _fill(peer: socket.socket, view: memoryview, deadline: float | None = None) -> None:
     while view:
+        if deadline is not None:  # who sends a byte at a time does not gain time
+            peer.settimeout(max(0.001, deadline - time.monotonic()))
         count = peer.recv_into(view)
         if not count:
             raise ConnectionAbortedError("the connection was closed")

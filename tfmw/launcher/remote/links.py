@@ -9,10 +9,10 @@
         ("from_member", 2, message)                     # what `post` gets; and after silence:
         ("member_lost", 2, "no sign of life for 3 s")
 
-A connection begins with a nonce of each side; then every frame carries a MAC (HMAC-SHA256). The
-first message of the side that has connected is its hello. Both sides send a frame from time to
-time. Connections that prove nothing are closed after `Timing.hello_s`, and there are at most
-MAX_STRANGERS of them: the oldest goes. A message may have any length, and travels in pieces.
+Both sides of a connection first prove the token (`tfmw.cluster.wire`); then every frame carries a
+MAC (HMAC-SHA256). The first message of the side that has connected is its hello. Both sides send a
+frame from time to time. Connections that prove nothing are closed after `Timing.hello_s`. A message
+may have any length, and travels in pieces.
 
 The token never travels. A frame that is altered, repeated, left out, sent back to its sender or
 taken from another connection has the wrong MAC. Nothing is encrypted: whoever reads the network
@@ -25,25 +25,23 @@ import asyncio
 import contextlib
 import dataclasses
 import hmac
-import secrets
 import socket
 import struct
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from typing import Any, NamedTuple, Self
 
+from tfmw.cluster import sockets, wire
 from tfmw.errors import TfmwError
 from tfmw.launcher.remote import messages
 from tfmw.launcher.remote.messages import Message
 
-NONCE_BYTES = 32
 LARGEST = 1 << 18
 """Bytes of one frame."""
 
 HEADER = struct.Struct("!I32s")
 """Before each frame: its length and its MAC."""
 
-MAX_STRANGERS = 64
 CLOSED = "it closes the connection"
 _RETRY_S = 0.1
 _CLOSE_S = 1.0  # in which the other sides see the end of the stream
@@ -57,11 +55,6 @@ class Forged(TfmwError):
     """A frame that does not come from a holder of the token, or not at this point."""
 
 
-def session_key(token: bytes, nonce: bytes, other_nonce: bytes) -> bytes:
-    """The key of one connection; `nonce` is of the side that was connected to."""
-    return hmac.digest(token, b"tfmw hosts 1 " + nonce + other_nonce, "sha256")
-
-
 def secret_of_tasks(token: bytes) -> str:
     """The TFMW_TOKEN of the tasks of a run whose launchers share `token`."""
     return hmac.digest(token, b"tfmw tasks", "sha256").hex()
@@ -72,7 +65,7 @@ class Frames:
     """The frames of one direction of a connection; its sender seals them, its receiver checks them.
 
     Args:
-        key: see `session_key`.
+        key: of the connection; see `wire.Proof`.
         sender: "server" or "client".
     """
 
@@ -213,7 +206,6 @@ class Links:
         self._members: dict[Hashable, _Link] = {}
         self._leader: _Link | None = None
         self._dialing: asyncio.Task[None] | None = None
-        self._strangers: list[socket.socket] = []  # the oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._loop = asyncio.new_event_loop()
@@ -221,14 +213,16 @@ class Links:
 
     def __enter__(self) -> Self:
         self._thread.start()
+        if self.listener is not None:
+            wire.Server(self.listener, None, self._accepted, "tfmw-accept", self._introduce)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.listener is not None:
+            sockets.stop(self.listener)
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        if self.listener is not None:
-            self.listener.close()
 
     # ---- for other threads -----------------------------------------------------------------------
 
@@ -278,9 +272,6 @@ class Links:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        if self.listener is not None:
-            self.listener.setblocking(False)
-            self._start(self._listen(self.listener))
         self._loop.run_forever()
         self._loop.close()
 
@@ -306,36 +297,27 @@ class Links:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _listen(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = await self._loop.sock_accept(listener)
-            except OSError:  # such as EMFILE: no descriptor is left, and strangers hold some
-                self._drop_strangers(keep=0)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            self._drop_strangers(keep=MAX_STRANGERS - 1)
-            self._strangers.append(connection)
-            self._start(self._accept(connection))
+    def _introduce(self, peer: socket.socket) -> tuple[socket.socket, bytes]:
+        """In a thread of the connection: the peer, which has proven the token, and the key."""
+        peer.settimeout(self.timing.hello_s)
+        return peer, wire.prove(peer, self.token, b"server", b"member")
 
-    def _drop_strangers(self, keep: int) -> None:
-        while len(self._strangers) > keep:
-            with contextlib.suppress(OSError):  # its task ends by that
-                self._strangers.pop(0).shutdown(socket.SHUT_RDWR)
+    def _accepted(self, proven: tuple[socket.socket, bytes]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(lambda: self._start(self._accept(*proven)))
+        except RuntimeError:  # it has ended meanwhile
+            proven[0].close()
 
-    async def _accept(self, connection: socket.socket) -> None:
+    async def _accept(self, connection: socket.socket, key: bytes) -> None:
         reader, writer = await asyncio.open_connection(sock=connection, limit=LARGEST)
+        link = _Link(reader, writer, key, "server", self.timing)
         try:
             async with asyncio.timeout(self.timing.hello_s):
-                link = await self._authenticated(reader, writer, "server")
                 hello = messages.decode(await link.receive())
                 name = self.welcome(hello)
         except (OSError, EOFError, ValueError, Forged):
             writer.transport.abort()
             return
-        finally:
-            if connection in self._strangers:
-                self._strangers.remove(connection)
         link.send(b"")  # this side knows the token, too
         before = self._members.pop(name, None)
         if before is not None:
@@ -348,15 +330,6 @@ class Links:
         if self._members.get(name) is link:
             del self._members[name]
             self.post(("member_lost", name, why))
-
-    async def _authenticated(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, side: str
-    ) -> _Link:
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        writer.write(nonce)
-        other = await reader.readexactly(NONCE_BYTES)
-        nonces = (nonce, other) if side == "server" else (other, nonce)
-        return _Link(reader, writer, session_key(self.token, *nonces), side, self.timing)
 
     def _dial(self, name: Hashable, *how: Any) -> None:
         if self._dialing is not None:
@@ -402,7 +375,11 @@ class Links:
             )
             link = None
             try:
-                link = await self._authenticated(reader, writer, "client")
+                proof = wire.Proof(self.token, b"member", b"server")
+                writer.write(proof.nonce)
+                writer.write(proof.of(await reader.readexactly(wire.NONCE_BYTES)))
+                key = proof.check(await reader.readexactly(wire.PROOF_BYTES))
+                link = _Link(reader, writer, key, "client", self.timing)
                 own: str = writer.get_extra_info("sockname")[0]
                 link.send(messages.encode(hello(own.removeprefix("::ffff:"))))
                 await link.receive()
@@ -414,7 +391,7 @@ class Links:
             return link
 
     def _why_not(self, error: Exception) -> str:
-        if isinstance(error, EOFError):
+        if isinstance(error, (EOFError, wire.NotAMember)):
             return CLOSED
         if isinstance(error, TimeoutError):
             return f"no response within {self.timing.hello_s:g} s"
