@@ -175,7 +175,7 @@ def load(target: str) -> Callable[[], Any]:
 
 
 def measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[RecordedExchange]]:
-    """On each worker: (cost, global batch, parameters, how weights are updated, exchanges)."""
+    """Returns (cost, global batch, parameters, how weights are updated, exchanges) of a worker."""
     import keras
     import numpy as np
     import tensorflow as tf

@@ -85,7 +85,7 @@ def is_global(address: str) -> bool:
         return False
 
 
-def is_local(address: str) -> bool:
+def is_of_this_machine(address: str) -> bool:
     """Whether the host is an address of this machine."""
     host = address.rpartition(":")[0].strip("[]")
     try:
@@ -108,7 +108,7 @@ def local_index(addresses: Sequence[str]) -> int:
     Raises:
         ClusterError: none of them is, or several are.
     """
-    local = [i for i, address in enumerate(addresses) if is_local(address)]
+    local = [i for i, address in enumerate(addresses) if is_of_this_machine(address)]
     if len(local) != 1:
         count = "none of them is" if not local else f"{len(local)} of them are"
         raise ClusterError(

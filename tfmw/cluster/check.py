@@ -127,7 +127,7 @@ def _check_cluster(
     others = cluster.tasks()
     address = others.pop(cluster.task_name)
     resolved = _check_names(others, findings)
-    if not addresses.is_local(address):
+    if not addresses.is_of_this_machine(address):
         findings.failed(
             f"{address!r}, the address of this task ({cluster.task_name}), is not an "
             "address of this machine: correct the task's index or its address"
@@ -252,7 +252,7 @@ def _connect_next_in_ring(
 
 
 class _Peers:
-    """The other tasks, of which each connects to this one, and this one to each.
+    """The other tasks; each connects to this one, and this one to each.
 
     Attributes:
         hellos: task -> its hello, with "ahead" in its details: seconds by which its clock is.

@@ -48,7 +48,7 @@ _errors = itertools.count()  # numbers the errors that tasks compare
 
 
 class Group:
-    """The processes that train together: `size` of them, of which this is `rank`; 0: the chief."""
+    """The `size` processes that train together; this one is `rank`, and rank 0 is the chief."""
 
     def __init__(
         self,

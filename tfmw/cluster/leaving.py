@@ -144,7 +144,7 @@ class Departure:
                 runtime.require_task(self._tasks[rank], _SLICE_S)
 
     def _look(self) -> None:
-        """In a thread: ends a shared call that waits for a task which has ended without it."""
+        """Ends a shared call that waits for a task which has ended without it; runs in a thread."""
         ended: list[dict[str, int]] = []  # also those that completed this call: not the next one
         while True:
             time.sleep(_LOOK_S)

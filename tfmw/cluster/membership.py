@@ -184,7 +184,7 @@ def _leave_by(leave: Callable[[], None]) -> None:
 
 
 def end_together(cluster: Cluster) -> None:
-    """At exit, waits for the other tasks: TensorFlow treats a peer's exit as a failure."""
+    """Waits for the other tasks at exit: TensorFlow treats a peer's exit as a failure."""
     from tfmw.cluster.leaving import Departure
 
     departure = Departure(cluster, report_failure)
@@ -233,7 +233,7 @@ def _report(joined: JoinedCluster, error: BaseException) -> None:
 
 
 def leave_servers_at_exit(control: ControlServer) -> None:
-    """On a coordinator: ends the servers when this process ends without an error."""
+    """Ends the servers when this process, their coordinator, ends without an error."""
 
     def leave() -> None:
         _succeed()

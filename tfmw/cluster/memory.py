@@ -19,7 +19,7 @@ def usable_bytes(proc: Path = Path("/proc/self")) -> int:
 
 
 def _limits(proc: Path) -> Iterator[int]:
-    """The limits of the process's control groups, of which each lies within the next one."""
+    """The limits of the process's control groups; each group lies within the next one."""
     with contextlib.suppress(OSError):
         # "4:memory:/docker/4f1c", or "0::/user.slice" for all controllers of version 2.
         groups = [line.split(":", 2)[1:] for line in (proc / "cgroup").read_text().splitlines()]

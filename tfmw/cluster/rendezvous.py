@@ -69,7 +69,7 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
 
 
 def _gather(hello: TaskDescription, timeout_s: float) -> None:
-    """On the chief: receives a hello from every other task, compares, and responds to all."""
+    """Receives a hello from every other task, compares, and responds to all; on the chief."""
     address = hello.tasks[hello.task]
     changed = threading.Condition()
     peers: list[tuple[TaskDescription, Channel, str | None]] = []  # with the problem of its hello

@@ -1,4 +1,4 @@
-"""Are directories shared and writable: the chief writes a marker file, other tasks look for it.
+"""Checks of shared directories: the chief writes a marker file, other tasks look for it.
 
     with markers({"--backup_dir": "/shared"}) as (names, problems): ...       # on the chief
     problem = find_marker("--backup_dir", "/shared", name, "worker 0", 10.0)   # on other tasks

@@ -11,7 +11,7 @@ LEAVE = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of preemption: schedulers send them before they take the machine away."""
 
 STACKS = signal.SIGRTMIN + 5
-"""At this signal a task writes the stacks of its threads into a file."""
+"""The signal at which a task writes the stacks of its threads into a file."""
 
 STACKS_FILE = "TFMW_STACKS_FILE"
 """Variable with the path of that file: <attempt>/<task>/stacks."""

@@ -165,7 +165,7 @@ def end_connections(peers: Iterable[tuple[str, int]]) -> int:
 
 
 def limit_silence(peers: Iterable[tuple[str, int]], seconds: float) -> int:
-    """Has the kernel end each of these connections once the peer has acknowledged nothing so long.
+    """Makes the kernel end connections whose peer has acknowledged nothing for so long.
 
     Args:
         peers: as of `end_connections`.

@@ -253,7 +253,7 @@ class Attempt:
         return asked and time.monotonic() < self._leave_by
 
     def ask_to_leave(self, at_once: bool = False) -> bool:
-        """Has the tasks save their state and leave; whether they are asked, by now.
+        """Asks the tasks to save their state and leave; returns whether they have been.
 
         One task is told, as soon as one has a handler of SIGUSR1, or at once; members of elastic
         rounds do not agree, so all are. TensorFlow installs a handler of SIGTERM, which saves

@@ -37,7 +37,7 @@ Outcome = tuple[Any, BaseException | None, str]
 """The outcome in a child: (result, exception or None, its traceback as text)."""
 
 
-def _pickler() -> Any:
+def pickler() -> Any:
     """Returns cloudpickle if it is installed: it pickles functions that a notebook defines."""
     try:
         return importlib.import_module("cloudpickle")
@@ -65,15 +65,15 @@ def pack(fn: Callable[..., Any], args: Sequence[Any]) -> Payload:
             installed; or an argument can't be pickled.
     """
     name = f"{getattr(fn, '__module__', None)}.{getattr(fn, '__qualname__', repr(fn))}"
-    pickler = _pickler()
-    if pickler is pickle and ("<locals>" in name or "<lambda>" in name or "__main__" in name):
+    module = pickler()
+    if module is pickle and ("<locals>" in name or "<lambda>" in name or "__main__" in name):
         raise UsageError(
             f"tfmw.launch can't send {name} to other processes, which only import functions by "
             "name; move it to a module of its own or install cloudpickle."
         )
     large: list[pickle.PickleBuffer] = []
     try:
-        blob = pickler.dumps((fn, tuple(args)), protocol=5, buffer_callback=apart(large))
+        blob = module.dumps((fn, tuple(args)), protocol=5, buffer_callback=apart(large))
     except Exception as error:
         raise UsageError(
             f"tfmw.launch can't send {name} and its arguments to other processes: {error}."
@@ -90,7 +90,7 @@ def write(payload: Payload, file: IO[bytes]) -> None:
 
 
 def receive() -> Callable[[], None]:
-    """In the child: reads the call from standard input.
+    """Reads the call from standard input, in the child.
 
     Returns:
         Calls the function and sends its result; sends and raises an exception. Until then the call
@@ -115,7 +115,7 @@ def receive() -> Callable[[], None]:
         with result:  # once it is closed, the launcher may end this process at any moment
             try:
                 fn, args = loads(blob, arrays)
-                data = _pickler().dumps((fn(*args), None, ""))
+                data = pickler().dumps((fn(*args), None, ""))
             except BaseException as error:
                 result.write(_dump_error(error))
                 raise
@@ -151,7 +151,7 @@ def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:
 def _dump_error(error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(error))
     try:
-        data: bytes = _pickler().dumps((None, error, text))
+        data: bytes = pickler().dumps((None, error, text))
         pickle.loads(data)  # some exceptions can be pickled but not unpickled
     except Exception:
         last = "".join(traceback.format_exception_only(error)).strip()

@@ -1,4 +1,4 @@
-"""The folder of a run, and the environment variables of its tasks: their share of the GPUs, too."""
+"""The folder of a run, and the environment variables of its tasks, such as their GPUs."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id of the fork server."""
         return self._process.pid
 
     @property
@@ -257,7 +257,7 @@ def _fork_task(launcher: socket.socket) -> bool:
 
 
 def _become(received: Sequence[int]) -> list[str]:
-    """In a forked task: sets its descriptors, environment and folder; returns its arguments."""
+    """Sets descriptors, environment and folder of a forked task; returns its arguments."""
     with open(received[0], "rb") as file:
         request = json.loads(file.read() or sys.exit("no request"))
     numbers: list[int] = request["descriptors"]

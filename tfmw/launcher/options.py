@@ -1,4 +1,4 @@
-"""What a run is: its command and tasks, and the user's options for processes and failures."""
+"""The command and tasks of a run, and the user's options for processes and failures."""
 
 from __future__ import annotations
 

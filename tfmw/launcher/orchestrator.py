@@ -58,7 +58,7 @@ class Orchestrator(Generic[A]):
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Those of all attempts, the root cause first; none if the last attempt has succeeded."""
+        """Failures of all attempts, the root cause first; none if the last attempt succeeded."""
         return self._failures if self._failed else ()
 
     def step(self, now: float) -> bool:

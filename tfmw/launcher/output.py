@@ -175,7 +175,7 @@ class Display:
             self._problem = getattr(error, "strerror", None) or str(error)
 
     def close(self) -> None:
-        """Says at the end of a run that some of its output was dropped."""
+        """Prints a line if some of the run's output was dropped."""
         if self._problem:
             say(f"tfmw: standard output could not be written ({self._problem}): lines are missing")
 

@@ -76,13 +76,13 @@ class TaskFiles:
         self.files[PROGRESS_FILE].write_bytes(Progress(division=self.division).packed())
 
     def progress(self) -> Progress:
-        """Its last report of progress, also once the files have been removed."""
+        """The task's last report of progress, even after its files have been removed."""
         with contextlib.suppress(OSError, struct.error):
             self._progress = Progress.unpacked(self.files[PROGRESS_FILE].read_bytes())
         return self._progress
 
     def exchanges(self) -> list[RecordedExchange]:
-        """Its last exchanges with other workers, in order."""
+        """The task's last exchanges with other workers, in order."""
         return read_exchanges(self.files[EXCHANGES_FILE])
 
     def stacks(self, timeout_s: float) -> str:

@@ -1,4 +1,4 @@
-"""What a run did and does: progress, goodput, traces, recorded errors, metrics, trackers.
+"""Reports of a run: progress, goodput, traces, recorded errors, metrics, trackers.
 
 `progress.py` and `recorded_errors.py` are the reports of a task to its launcher; read `progress.py`
 first. `recorder.py` records the exchanges between workers, `tracing.py` a trace, `goodput.py` and

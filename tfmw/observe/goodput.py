@@ -217,7 +217,7 @@ class Account:
 
 
 account = Account()
-"""Of this process."""
+"""The account of this process."""
 
 phase, trains_from, division = account.phase, account.trains_from, account.division
 spent, moved = account.spent, account.moved

@@ -49,7 +49,7 @@ class Progress(NamedTuple):
     division: Division = Division()  # of the run's time
 
     def packed(self) -> bytes:
-        """Its bytes in the file."""
+        """The report as bytes of the file."""
         name = self.blocked_in.encode()
         values = self.division.values()
         return _LAYOUT.pack(self.step, self.reports, name, self.steps_per_s, *values)

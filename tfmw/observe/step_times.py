@@ -32,12 +32,12 @@ class Split(NamedTuple):
 
     @property
     def steps_per_s(self) -> float:
-        """Of the training."""
+        """Steps per second of the training."""
         return 1 / self.step_s
 
     @property
     def examples_per_s(self) -> float:
-        """Over all workers."""
+        """Examples per second over all workers."""
         return self.examples / (self.step_s * self.steps)
 
 

@@ -12,7 +12,6 @@ are passed in memory to children of this process: nothing is read from a disk or
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
 import threading
@@ -40,13 +39,12 @@ def pack(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
     Raises:
         UsageError: an object in it cannot be pickled, or cloudpickle is not installed.
     """
-    try:
-        cloudpickle = importlib.import_module("cloudpickle")
-    except ImportError:
+    cloudpickle = call.pickler()
+    if cloudpickle is pickle:
         raise UsageError(
             "sending a model to other processes needs cloudpickle, which is not installed: "
             "pip install cloudpickle."
-        ) from None
+        )
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]
         def reducer_override(self, part: Any) -> Any:

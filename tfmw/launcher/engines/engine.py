@@ -28,7 +28,7 @@ from tfmw.launcher.remote.links import Timing
 from tfmw.launcher.remote.messages import Setup
 
 TIMING = Timing(beat_s=2.0, silence_s=20.0, hello_s=10.0)
-"""Of the connections between a controller and its tasks."""
+"""Time limits of the connections between a controller and its tasks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Engine(abc.ABC):
     max_restarts: int = 3
 
     name = ""
-    """Before the colon in a job's id: "slurm" in "slurm:4711"."""
+    """The part of a job's id before the colon: "slurm" in "slurm:4711"."""
 
     @abc.abstractmethod
     def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:

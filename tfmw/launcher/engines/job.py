@@ -60,7 +60,7 @@ class Job:
         return f"Job({self.id}, {self.status()})"
 
     def status(self) -> str:
-        """Its state.
+        """The job's state.
 
         Returns:
             "queued", "starting", "running" or "restarting"; in the end "done", "failed",
@@ -70,7 +70,7 @@ class Job:
         return str(self.details()["state"])
 
     def details(self) -> dict[str, Any]:
-        """Its state, and where its tasks run.
+        """The job's state, and where its tasks run.
 
         Returns:
             "state" as in `status`; "attempt", "restarts", "step", and "hosts" and "steps" of the

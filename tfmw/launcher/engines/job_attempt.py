@@ -89,7 +89,7 @@ class JobAttempt:
     # ---- start -----------------------------------------------------------------------------------
 
     def start(self, port: int) -> None:
-        """Has the engine start the tasks; they connect to the port."""
+        """Starts the tasks through the engine; they connect to the port."""
         contact = Contact(self.tasks.hosts(), port, self.spec.token, self.number)
         self.tasks.start(self.count, contact)
 
@@ -232,7 +232,7 @@ class JobAttempt:
     # ---- end -------------------------------------------------------------------------------------
 
     def ask_to_leave(self) -> None:
-        """Has the tasks save their state and leave."""
+        """Asks the tasks to save their state and leave."""
         if self.members:
             self._send(min(self.members), Leave(self.number))
 
@@ -252,7 +252,7 @@ class JobAttempt:
         return {self.label(rank): self.members[rank].result for rank in sorted(self.members)}
 
     def details(self) -> dict[str, Any]:
-        """For the job's status."""
+        """Fields of the job's status that describe this attempt."""
         members = self._in_order()
         return {
             "attempt": self.number,

@@ -32,7 +32,7 @@ from tfmw.launcher.engines.engine import Contact, Engine, JobHandle, JobSpec, Ta
 from tfmw.launcher.engines.job import STATUS
 
 NAMESPACE = "tfmw"
-"""Of the actors that control jobs; the jobs' tasks have no names."""
+"""Ray's namespace of the actors that control jobs; the jobs' tasks have no names."""
 
 _KEEP_S = 24 * 3600.0
 """Seconds for which the result of a job that has ended can be fetched."""
@@ -336,7 +336,7 @@ class RayTasks(Tasks):
         return 0
 
     def room(self, most: int) -> int:
-        """As many as all nodes that are alive have resources for, whoever uses them now."""
+        """Counts the tasks for which all live nodes have resources, whoever uses them now."""
         need = {name: value for name, value in self.engine.needs().items() if value}
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         fits = (min(int(node.get(name, 0) // n) for name, n in need.items()) for node in alive)

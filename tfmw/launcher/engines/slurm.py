@@ -327,13 +327,13 @@ class SlurmTasks(FolderTasks):
 
 
 def _usable(*which: str) -> set[str]:
-    """Those of the nodes, by options of sinfo(1), on which tasks can run."""
+    """Names of the nodes on which tasks can run, among those that options of sinfo(1) select."""
     listed = _command("sinfo", "--noheader", "--Node", "--format=%N %t", *which)
     return {name for name, state in map(str.split, listed.splitlines()) if state in _USABLE}
 
 
 def main(role: str, folder: Path) -> int:
-    """In the batch script: runs the controller. In a step: one of the tasks."""
+    """Runs the controller in the batch script, or one of the tasks in a step."""
     if role == "control":
         state = control(folder, SlurmTasks)
         return {"done": 0, "queued": PREEMPTED}.get(state, 1)

@@ -134,7 +134,7 @@ class SparkTasks(Tasks):
 
 
 def _run_partition(contact: Contact, payload: Any, rows: Iterator[int]) -> Iterator[int]:
-    """In an executor: runs one task."""
+    """Runs one task in an executor."""
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()

@@ -41,7 +41,7 @@ class HostLinks(Links):
         return greeting.host
 
     def dial_host(self, host: int | None) -> None:
-        """Is connected to this host from now on, again and again; None: to none."""
+        """Connects to a host, and again after each loss; None ends that."""
         if host is None:
             self.dial(None)
             return

@@ -40,7 +40,7 @@ LARGEST = 1 << 18
 """Bytes of one frame."""
 
 HEADER = struct.Struct("!I32s")
-"""Before each frame: its length and its MAC."""
+"""The header of each frame: its length and its MAC."""
 
 CLOSED = "it closes the connection"
 _RETRY_S = 0.1
@@ -239,7 +239,7 @@ class Links:
         hello: Callable[[str], Message] | None = None,
         local: Address | None = None,
     ) -> None:
-        """Is connected to the process that leads from now on, again and again.
+        """Connects to the process that leads, and again after each loss.
 
         Args:
             name: of that process, in events; None: no connection.
@@ -298,7 +298,7 @@ class Links:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _introduce(self, peer: socket.socket) -> tuple[socket.socket, bytes]:
-        """In a thread of the connection: the peer, which has proven the token, and the key."""
+        """Returns the peer, which has proven the token, and the connection's key; in a thread."""
         peer.settimeout(self.timing.hello_s)
         return peer, wire.prove(peer, self.token, b"server", b"member")
 

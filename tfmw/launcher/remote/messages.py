@@ -222,7 +222,7 @@ _BY_NAME: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_arg
 
 
 def encode(message: Message) -> bytes:
-    """Its form on the wire."""
+    """The message as bytes."""
     fields = {"is": type(message).__name__, **dataclasses.asdict(message)}
     body: bytes = fields.pop("body", b"")
     head = json.dumps(fields, default=os.fspath).encode()  # without line breaks
