@@ -23,6 +23,14 @@ PREEMPT_GRACE_S = 30.0
 """Seconds in which tasks save their state and exit: the default of `--preempt-grace`."""
 
 
+def require(settings: object, *fields: tuple[str, bool, str]) -> None:
+    """Raises UsageError for the first of (field, whether it is valid, expectation) that is not."""
+    for field, is_valid, expected in fields:
+        if not is_valid:
+            flag = "--" + field.removesuffix("_s").replace("_", "-")
+            raise UsageError(f"{flag} is {getattr(settings, field)!r}; expected {expected}.")
+
+
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
     """The options of `tfmw run` that concern processes and failures; `tfmw.cli` describes them."""
@@ -47,7 +55,8 @@ class RunOptions:
     def check(self, workers: int) -> None:
         """Raises UsageError for a value that is invalid, or invalid with this many workers."""
         choices = get_args(AutoOnOff)
-        for field, is_valid, expected in (
+        require(
+            self,
             ("hang_timeout_s", self.hang_timeout_s >= 0, "seconds, at least 0"),
             ("start_timeout_s", self.start_timeout_s >= 0, "seconds, at least 0"),
             ("preempt_grace_s", self.leave_s >= 0, "seconds, at least 0"),
@@ -55,10 +64,7 @@ class RunOptions:
             ("max_restarts", self.max_restarts >= 0, "at least 0"),
             ("standby", self.standby in choices, "auto, on or off"),
             ("isolate", self.isolate in choices, "auto, on or off"),
-        ):
-            if not is_valid:
-                flag = "--" + field.removesuffix("_s").replace("_", "-")
-                raise UsageError(f"{flag} is {getattr(self, field)!r}; expected {expected}.")
+        )
         if self.min_workers is None:
             return
         if self.elastic:
@@ -66,11 +72,8 @@ class RunOptions:
                 "--min-workers and --elastic: elastic workers continue without one that is lost, "
                 "in any case. Leave --min-workers out."
             )
-        if not 1 <= self.min_workers <= workers:
-            raise UsageError(
-                f"--min-workers is {self.min_workers}; expected 1 to {workers}, the number of "
-                "workers."
-            )
+        few = 1 <= self.min_workers <= workers
+        require(self, ("min_workers", few, f"1 to {workers}, the number of workers"))
         if not self.max_restarts:
             raise UsageError(
                 "--min-workers needs --max-restarts: continuing with fewer workers is a restart."

@@ -24,7 +24,7 @@ from tfmw.errors import ClusterError, UsageError
 from tfmw.launcher.hosts.lease import DIRECTORY, Lease, lease_of
 from tfmw.launcher.hosts.settings import HostSettings
 from tfmw.launcher.hosts.supervisor_loop import run_on_hosts
-from tfmw.launcher.options import LocalRun
+from tfmw.launcher.options import LocalRun, require
 from tfmw.launcher.run import check_program
 
 SHORTEST_TOKEN = 16  # characters
@@ -88,21 +88,15 @@ def _checked_hosts(names: Sequence[str], host: int | None) -> tuple[str, ...]:
 
 def _check_settings(settings: HostSettings) -> None:
     settings.options.check(settings.workers_per_host)
-    if settings.workers_per_host < 1:
-        raise UsageError(
-            f"--workers-per-host is {settings.workers_per_host}; expected an integer of at least 1."
-        )
-    if settings.ps < 0:
-        raise UsageError(f"--ps is {settings.ps}; expected an integer of at least 0.")
     hosts = len(settings.hosts)
-    if not 1 <= settings.least_hosts <= hosts:
-        raise UsageError(
-            f"--min-hosts is {settings.min_hosts}; expected 1 to {hosts}, the number of hosts."
-        )
-    if not settings.rejoin_timeout_s >= 0:
-        raise UsageError(
-            f"--rejoin-timeout is {settings.rejoin_timeout_s}; expected seconds, at least 0."
-        )
+    few = 1 <= settings.least_hosts <= hosts
+    require(
+        settings,
+        ("workers_per_host", settings.workers_per_host >= 1, "an integer of at least 1"),
+        ("ps", settings.ps >= 0, "an integer of at least 0"),
+        ("min_hosts", few, f"1 to {hosts}, the number of hosts"),
+        ("rejoin_timeout_s", settings.rejoin_timeout_s >= 0, "seconds, at least 0"),
+    )
     if settings.options.isolate == "on":
         raise UsageError(
             "--isolate on closes the tasks' network, and with --hosts tasks of several hosts train "
