@@ -18,12 +18,13 @@ from typing import Any
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.hosts.lease import Record
 from tfmw.launcher.hosts.settings import HEARTBEAT_S, SILENCE_S, HostSettings
-from tfmw.launcher.hosts.supervisor import Exit, Supervisor
+from tfmw.launcher.hosts.supervisor import Supervisor
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.remote.messages import (
     End,
     Ended,
     Leave,
+    Over,
     Ready,
     RestartReply,
     RestartRequest,
@@ -89,7 +90,7 @@ class Host:
         self.poll_at = world.now
         self.leads = False
         self.held_until = 0.0
-        self.exit: Exit | None = None
+        self.exit: Over | None = None
         own: Any = self
         self.machine = Supervisor(world.settings, index, world.now, own, own, own, print)
 

@@ -39,24 +39,8 @@ from tfmw.launcher.engines.engine import TIMING, Contact
 from tfmw.launcher.environment import task_environment
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display
+from tfmw.launcher.remote import messages
 from tfmw.launcher.remote.links import Links, secret_of_tasks
-from tfmw.launcher.remote.messages import (
-    AgentHello,
-    BackupFiles,
-    End,
-    Ended,
-    Leave,
-    Line,
-    Look,
-    Looked,
-    Message,
-    Output,
-    Refused,
-    Setup,
-    Start,
-    StepReached,
-    built,
-)
 from tfmw.launcher.remote.tasks import TasksOfOneMachine
 from tfmw.launcher.run_status import RunStatus
 from tfmw.launcher.spawn import Spawner
@@ -99,10 +83,10 @@ class _Forward(Display):
         self._links = links
 
     def feed(self, task: str, data: bytes, final: bool = False) -> None:
-        self._links.to_leader(Output(final, data))
+        self._links.to_leader(messages.Output(final, data))
 
     def line(self, text: str) -> None:
-        self._links.to_leader(Line(text))
+        self._links.to_leader(messages.Line(text))
 
 
 @dataclasses.dataclass
@@ -129,35 +113,35 @@ class _Agent:
             self.links.dial(
                 "controller",
                 [(host, self.contact.port) for host in self.contact.hosts],
-                lambda address: AgentHello(*own, address, port, common_versions()),
+                lambda address: messages.AgentHello(*own, address, port, common_versions()),
             )
             wait_connected(self.inbox)
             tasks: TasksOfOneMachine | None = None
             while (message := self._next()) is not None:
                 match message:
-                    case Look():
+                    case messages.Look():
                         self._look(message)
-                    case BackupFiles(body=body):
+                    case messages.BackupFiles(body=body):
                         self.sent_backup = unpack(body, self.backups)
-                    case Setup():
+                    case messages.Setup():
                         tasks = self._set_up(message)
-                    case Start() if tasks is not None:
+                    case messages.Start() if tasks is not None:
                         ports.close()
                         tasks.do(message)
                         self._watch(tasks)
                         return
-                    case End() | Refused():
+                    case messages.End() | messages.Refused():
                         return
 
-    def _next(self, timeout_s: float | None = None) -> Message | None:
+    def _next(self, timeout_s: float | None = None) -> messages.Message | None:
         """The controller's next message; None once the connection is lost. Raises queue.Empty."""
         event, *arguments = self.inbox.get(timeout=timeout_s)
-        message: Message | None = arguments[0] if event == "from_leader" else None
+        message: messages.Message | None = arguments[0] if event == "from_leader" else None
         return message
 
     # ---- before the start ------------------------------------------------------------------------
 
-    def _look(self, look: Look) -> None:
+    def _look(self, look: messages.Look) -> None:
         names = look.names
         if not names:
             markers = shared_directories.markers(look.directories)
@@ -170,9 +154,9 @@ class _Agent:
                 for option, path in look.directories.items()
             )
             problems = [problem for problem in found if problem is not None]
-        self.links.to_leader(Looked(names, tuple(problems)))
+        self.links.to_leader(messages.Looked(names, tuple(problems)))
 
-    def _set_up(self, setup: Setup) -> TasksOfOneMachine:
+    def _set_up(self, setup: messages.Setup) -> TasksOfOneMachine:
         with contextlib.suppress(OSError):
             self.stack.enter_context(contextlib.chdir(setup.folder))
         os.environ["COLUMNS"] = str(setup.columns)  # a task's terminal gets this width
@@ -207,16 +191,16 @@ class _Agent:
         told, wanted, ended = 0.0, True, None
         while ended is None:
             found = tasks.look(_LOOK_S)
-            ended = found if isinstance(found, Ended) else None
+            ended = found if isinstance(found, messages.Ended) else None
             with contextlib.suppress(queue.Empty):
                 message = self._next(0.0)
-                if message is None or isinstance(message, End):
+                if message is None or isinstance(message, messages.End):
                     wanted, ended = False, ended or tasks.end()
-                elif isinstance(message, Leave):
+                elif isinstance(message, messages.Leave):
                     tasks.do(message)
             if time.monotonic() - told >= _TELL_S:
                 told = time.monotonic()
-                self.links.to_leader(StepReached(tasks.step, tasks.division))
+                self.links.to_leader(messages.StepReached(tasks.step, tasks.division))
                 if self.links.backlog < _BACKLOG:  # the backup before has been sent
                     self._send_backup()
         self._send_backup()
@@ -225,14 +209,14 @@ class _Agent:
         with contextlib.suppress(queue.Empty):
             while wanted:
                 message = self._next(max(0.0, deadline - time.monotonic()))
-                wanted = not (message is None or isinstance(message, End))
+                wanted = not (message is None or isinstance(message, messages.End))
 
     def _send_backup(self) -> None:
         """Sends the newest complete backup, if the controller does not have it."""
         try:
             newest = max(p.name for p in self.backups.glob("step_*"))
             if newest != self.sent_backup:
-                self.links.to_leader(BackupFiles(newest, packed(self.backups / newest)))
+                self.links.to_leader(messages.BackupFiles(newest, packed(self.backups / newest)))
                 self.sent_backup = newest
         except (ValueError, OSError):  # none yet, or it has just been replaced by a newer one
             return
@@ -277,7 +261,7 @@ def unpack(archive: bytes, folder: Path) -> str:
 def main(folder: Path, rank: int, host: str | None) -> None:
     """Runs a task of a job whose controller has left `contact.json` and the call in a folder."""
     try:
-        contact = built(Contact, json.loads(own_files.read(folder, CONTACT)))
+        contact = messages.built(Contact, json.loads(own_files.read(folder, CONTACT)))
     except OSError as error:
         sys.exit(
             f"tfmw: the folder of the job, {folder}, cannot be read here ({error.strerror}): it "

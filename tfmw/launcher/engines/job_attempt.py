@@ -21,22 +21,8 @@ from typing import Any
 from tfmw.cluster import addresses
 from tfmw.launcher.engines.engine import Contact, JobSpec, Tasks
 from tfmw.launcher.output import Display
+from tfmw.launcher.remote import messages
 from tfmw.launcher.remote.links import Links
-from tfmw.launcher.remote.messages import (
-    AgentHello,
-    BackupFiles,
-    End,
-    Ended,
-    Leave,
-    Line,
-    Look,
-    Looked,
-    Message,
-    Output,
-    Refused,
-    Start,
-    StepReached,
-)
 from tfmw.launcher.remote.remote_attempt import RemoteAttempt
 from tfmw.observe.goodput import Division
 
@@ -55,7 +41,7 @@ class TaskState:
     """One task: the name of its connection, its hello, and its result."""
 
     name: Hashable
-    hello: AgentHello
+    hello: messages.AgentHello
     step: int = -1
     result: bytes = b""
 
@@ -103,9 +89,9 @@ class JobAttempt:
         elif event == "member_lost" and rank in self.ending.running:
             self.ending.lost(rank, "its connection was lost", self.clock())
 
-    def _welcome(self, name: Hashable, hello: Message) -> None:
+    def _welcome(self, name: Hashable, hello: messages.Message) -> None:
         if (
-            isinstance(hello, AgentHello)
+            isinstance(hello, messages.AgentHello)
             and hello.attempt == self.number
             and self.phase == "gathering"
             and hello.rank not in self.members
@@ -115,32 +101,32 @@ class JobAttempt:
             if len(self.members) == self.count:
                 self._check()
         else:
-            self.links.to_member(name, Refused("this attempt has its tasks"))
+            self.links.to_member(name, messages.Refused("this attempt has its tasks"))
 
-    def _receive(self, rank: int, member: TaskState, message: Message) -> None:
+    def _receive(self, rank: int, member: TaskState, message: messages.Message) -> None:
         match message:
-            case Looked() if self.phase == "checking":
+            case messages.Looked() if self.phase == "checking":
                 self._looked(rank, message)
-            case Output(final=final, body=body):
+            case messages.Output(final=final, body=body):
                 live = self.spec.setup.live and rank == 0
                 self.display.feed(LIVE if live else self.label(rank), body, final)
-            case Line(text=text):
+            case messages.Line(text=text):
                 self.display.line(text)
-            case StepReached(step=step, division=division):
+            case messages.StepReached(step=step, division=division):
                 member.step = step
                 self.ending.reached(rank, step, division)
-            case BackupFiles(name=name, body=body):
+            case messages.BackupFiles(name=name, body=body):
                 self.tasks.keep(body)
                 self._backup = name
-            case Ended(report=report, body=body):
+            case messages.Ended(report=report, body=body):
                 member.result = body
                 self.ending.ended(rank, report, self.clock(), task=self.label(rank))
-                self._send(rank, End(message.attempt))
+                self._send(rank, messages.End(message.attempt))
 
     def _in_order(self) -> list[TaskState]:
         return [self.members[rank] for rank in sorted(self.members)]
 
-    def _send(self, rank: int, message: Message) -> None:
+    def _send(self, rank: int, message: messages.Message) -> None:
         self.links.to_member(self.members[rank].name, message)
 
     def _check(self) -> None:
@@ -158,21 +144,21 @@ class JobAttempt:
                     )
                     return
         if self._shared():
-            self._send(0, Look(self._shared(), {}, ""))
+            self._send(0, messages.Look(self._shared(), {}, ""))
         else:
             self._run()
 
     def _shared(self) -> dict[str, str]:
         return {k: v for k, v in self.spec.directories.items() if "://" not in v}
 
-    def _looked(self, rank: int, looked: Looked) -> None:
+    def _looked(self, rank: int, looked: messages.Looked) -> None:
         if looked.problems:
             self._fail(rank, looked.problems[0] + ".")
             return
         self._unseen.discard(rank)
         if rank == 0:
             for other in self._unseen:
-                self._send(other, Look(self._shared(), looked.names, chief=self.label(0)))
+                self._send(other, messages.Look(self._shared(), looked.names, chief=self.label(0)))
         if not self._unseen:
             self._run()
 
@@ -183,7 +169,7 @@ class JobAttempt:
         cluster = {"worker": tuple(addresses.joined(h.address, h.port) for h in hellos)}
         backup = self.tasks.kept()
         if backup:
-            self._send(0, BackupFiles("", backup))
+            self._send(0, messages.BackupFiles("", backup))
         for rank, hello in enumerate(hellos):
             here = [r for r, other in enumerate(hellos) if other.address == hello.address]
             own_env = {
@@ -192,7 +178,7 @@ class JobAttempt:
             }
             live = spec.setup.live and rank == 0
             self._send(rank, dataclasses.replace(spec.setup, own_env=own_env, live=live))
-            start = Start(
+            start = messages.Start(
                 run="",
                 attempt=self.number,
                 hosts=tuple(range(self.count)),
@@ -234,7 +220,7 @@ class JobAttempt:
     def ask_to_leave(self) -> None:
         """Asks the tasks to save their state and leave."""
         if self.members:
-            self._send(min(self.members), Leave(self.number))
+            self._send(min(self.members), messages.Leave(self.number))
 
     def end(self) -> None:
         """Ends all tasks, once; what they still send is not waited for."""
@@ -242,7 +228,7 @@ class JobAttempt:
             return
         self.phase = "ended"
         for rank in self.members:
-            self._send(rank, End(self.number))
+            self._send(rank, messages.End(self.number))
         self.tasks.end()
         for member in self.members.values():
             self.links.drop(member.name)

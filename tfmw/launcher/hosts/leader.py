@@ -26,21 +26,8 @@ from tfmw.launcher.hosts.lease import LeaseKeeper, Record
 from tfmw.launcher.hosts.settings import HEARTBEAT_S, SILENCE_S, HostSettings
 from tfmw.launcher.options import FAREWELL_S
 from tfmw.launcher.orchestrator import Orchestrator
+from tfmw.launcher.remote import messages
 from tfmw.launcher.remote.links import Links
-from tfmw.launcher.remote.messages import (
-    End,
-    Ended,
-    Join,
-    Leave,
-    Leaving,
-    Message,
-    Over,
-    Ready,
-    Refused,
-    RestartReply,
-    RestartRequest,
-    Start,
-)
 from tfmw.launcher.remote.remote_attempt import RemoteAttempt
 from tfmw.launcher.restart import AttemptOutcome, Decision, RestartPolicy
 from tfmw.launcher.result import exit_status, lines_about
@@ -106,7 +93,7 @@ def placed(
 class HostState:
     """A host that has joined."""
 
-    joined: Join
+    joined: messages.Join
     ports: tuple[int, ...] | None = None  # for its tasks, once it is ready
 
 
@@ -123,7 +110,7 @@ class Leader:
     now: dataclasses.InitVar[float]  # monotonic seconds
 
     def __post_init__(self, former: Record | None, now: float) -> None:
-        self.to_own: deque[Message] = deque()
+        self.to_own: deque[messages.Message] = deque()
         """Messages for the leader's own host, which executes them after the event."""
         self.resigns = False
         """Whether it gives up the lock, as there are too few hosts."""
@@ -156,24 +143,29 @@ class Leader:
 
     # ---- what members send ---------------------------------------------------------------------
 
-    def receive(self, host: int, message: Message, now: float) -> None:
+    def receive(self, host: int, message: messages.Message, now: float) -> None:
         """A message of a member."""
-        if isinstance(message, Join):
+        if isinstance(message, messages.Join):
             self.lost(host, "its supervisor has started again", now)
             self._join(host, message)
         member = self._members.get(host)
         if member is None or self.over:
             return
-        if isinstance(message, Ready) and len(message.ports) == self.settings.ports_per_host:
+        if (
+            isinstance(message, messages.Ready)
+            and len(message.ports) == self.settings.ports_per_host
+        ):
             member.ports = message.ports
             self._ready(host)
-        elif isinstance(message, Ended) and self._runs(host, message.attempt):
+        elif isinstance(message, messages.Ended) and self._runs(host, message.attempt):
             self._ended(host, message.report, now)
-        elif isinstance(message, RestartRequest) and self._runs(host, message.attempt):
+        elif isinstance(message, messages.RestartRequest) and self._runs(host, message.attempt):
             allowed = not self._ends() and self._counts_restart()
             restarts = self._policy.restarts
-            self._send(host, RestartReply(message.attempt, message.task, allowed, restarts))
-        elif isinstance(message, Leaving):
+            self._send(
+                host, messages.RestartReply(message.attempt, message.task, allowed, restarts)
+            )
+        elif isinstance(message, messages.Leaving):
             self._left.add(host)
             if self._runs(host):
                 self._preempt_all()
@@ -197,7 +189,7 @@ class Leader:
             self._again[host] = self._again.get(host, 0) + 1
             self._send_start(host, attempt)
 
-    def _join(self, host: int, join: Join) -> None:
+    def _join(self, host: int, join: messages.Join) -> None:
         facts = self.settings.facts
         for name in sorted({*facts, *join.facts}):
             expected, received = facts.get(name, "nothing"), join.facts.get(name, "nothing")
@@ -206,7 +198,7 @@ class Leader:
                     f"hosts disagree about {name}: the one that leads has {expected}, "
                     f"{self.settings.name(host)} has {received}. Use the same on every host."
                 )
-                self._send(host, Refused(problem))
+                self._send(host, messages.Refused(problem))
                 return
         self._members[host] = HostState(join)
         self._left.discard(host)
@@ -257,9 +249,9 @@ class Leader:
 
     def _preempt_all(self) -> None:
         # No deadline here: tasks are asked once they can save their state, which may take a while.
-        self._send_running(Leave)
+        self._send_running(messages.Leave)
 
-    def _send_running(self, kind: type[Leave | End]) -> None:
+    def _send_running(self, kind: type[messages.Leave | messages.End]) -> None:
         if self._attempt is not None:
             for host in sorted(self._attempt.running):
                 self._send(host, kind(self._attempt.number))
@@ -267,7 +259,7 @@ class Leader:
     def is_over(self, attempt: RemoteAttempt, now: float) -> bool:
         if attempt.running and attempt.must_end(now) and self._ending_since is None:
             self._ending_since = now
-            self._send_running(End)
+            self._send_running(messages.End)
         return not attempt.running
 
     def outcome(self, attempt: RemoteAttempt, now: float) -> AttemptOutcome:
@@ -293,7 +285,7 @@ class Leader:
             return
         for host in leaving:
             del self._members[host]
-            self._send(host, Over(PREEMPTED, ()))
+            self._send(host, messages.Over(PREEMPTED))
 
     # ---- gathering -----------------------------------------------------------------------------
 
@@ -405,7 +397,7 @@ class Leader:
     def _send_start(self, host: int, attempt: RemoteAttempt) -> None:
         attempt.running.add(host)
         self._members[host].ports = None
-        start = Start(
+        start = messages.Start(
             run=self.record.run,
             attempt=attempt.number,
             hosts=tuple(sorted(self._plan.tasks)),
@@ -423,14 +415,14 @@ class Leader:
         self.publish(running=False, status=status, lines=lines)
         self.over = True
         for host in sorted(self._members):
-            self._send(host, Over(status, lines))
+            self._send(host, messages.Over(status, lines))
 
     def publish(self, **changes: Any) -> None:
         """Writes the record, with changes. What follows depends on it."""
         self.record = dataclasses.replace(self.record, **changes)
         self.keeper.publish(self.record)
 
-    def _send(self, host: int, message: Message) -> None:
+    def _send(self, host: int, message: messages.Message) -> None:
         if host == self.host:
             self.to_own.append(message)
         else:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from tfmw.cluster.signals import LEAVE
 from tfmw.errors import PREEMPTED
@@ -26,21 +26,7 @@ from tfmw.launcher.hosts.host_links import HostLinks
 from tfmw.launcher.hosts.leader import Leader
 from tfmw.launcher.hosts.lease import LeaseKeeper, Record
 from tfmw.launcher.hosts.settings import HostSettings
-from tfmw.launcher.remote.messages import (
-    End,
-    Ended,
-    FromMember,
-    Join,
-    Leave,
-    Leaving,
-    Message,
-    Over,
-    Ready,
-    Refused,
-    RestartReply,
-    RestartRequest,
-    Start,
-)
+from tfmw.launcher.remote import messages
 from tfmw.launcher.remote.tasks import TasksOfOneMachine
 from tfmw.launcher.restart import AttemptOutcome
 from tfmw.observe.goodput import Division
@@ -52,13 +38,6 @@ PAUSE_S = 3.0
 FIRST_NOTICE_S = 10.0
 NOTICE_S = 30.0
 """Seconds until a host that cannot reach the leader gives notice, and then between two notices."""
-
-
-class Exit(NamedTuple):
-    """How a supervisor ends: its exit status, and lines for the user."""
-
-    status: int
-    lines: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,12 +67,12 @@ class Supervisor:
         self._started = (-1, 0)  # the attempt whose tasks started here last, and how often before
         self._alone_since = now
         self._leave_by: float | None = None  # when a preempted host exits at the latest
-        self._exit: Exit | None = None
+        self._exit: messages.Over | None = None
         self.keeper.campaigning = True
         self._prepare()
 
     @property
-    def way_out(self) -> Exit | None:
+    def way_out(self) -> messages.Over | None:
         """How this supervisor ends, once no task runs here; None: it does not."""
         return self._exit if self._attempt is None else None
 
@@ -109,7 +88,9 @@ class Supervisor:
             self.keeper.resign()
             return
         if record is not None and record.status is not None and record.run == self._run:
-            self._leave(Exit(record.status, record.lines))  # it ended while this host was cut off
+            self._leave(
+                messages.Over(record.status, record.lines)
+            )  # it ended while this host was cut off
             return
         self._unlink(now)
         self.links.dial_host(None)
@@ -150,7 +131,7 @@ class Supervisor:
             return
         if record.status is not None:
             if record.run == self._run and not self._linked:
-                self._leave(Exit(record.status, record.lines))
+                self._leave(messages.Over(record.status, record.lines))
             return
         if record.running and self.host not in record.hosts:
             self._alone_since = now
@@ -180,9 +161,9 @@ class Supervisor:
         if self.leader is not None:
             self._lead(now, self.leader.lost, host, why, now)
 
-    def from_member(self, host: int, message: Message, now: float) -> None:
+    def from_member(self, host: int, message: messages.Message, now: float) -> None:
         """A message over such a connection."""
-        if self.leader is not None and isinstance(message, FromMember):
+        if self.leader is not None and isinstance(message, messages.FromMember):
             self._lead(now, self.leader.receive, host, message, now)
 
     def leader_connected(self, host: int, now: float) -> None:
@@ -198,7 +179,7 @@ class Supervisor:
                 self.notify(f"{self.settings.name(host)}, which leads, is lost: {why}")
             self._unlink(now)
 
-    def from_leader(self, message: Message, now: float) -> None:
+    def from_leader(self, message: messages.Message, now: float) -> None:
         """A message of the host that leads."""
         if self.leader is None and self._linked:
             self._execute(message, now)
@@ -211,37 +192,39 @@ class Supervisor:
 
     # ---- this host's tasks ---------------------------------------------------------------------
 
-    def from_tasks(self, message: Ready | RestartRequest | Ended, now: float) -> None:
+    def from_tasks(
+        self, message: messages.Ready | messages.RestartRequest | messages.Ended, now: float
+    ) -> None:
         """A message of this host's tasks for the leader."""
         match message:
-            case Ready(ports=ports):
+            case messages.Ready(ports=ports):
                 self._ports = ports
-            case Ended(attempt=attempt, report=report):
+            case messages.Ended(attempt=attempt, report=report):
                 self._attempt = None
                 self._last = attempt, report.step, report.division
                 self._alone_since = now
         self._tell(message, now)
-        if isinstance(message, Ended) and self._exit is None:
+        if isinstance(message, messages.Ended) and self._exit is None:
             self._prepare()
 
     def _join(self, now: float) -> None:
-        self._tell(Join(dict(self.settings.facts), *self._last), now)
+        self._tell(messages.Join(dict(self.settings.facts), *self._last), now)
         if self._ports is not None:
-            self._tell(Ready(self._ports), now)
+            self._tell(messages.Ready(self._ports), now)
         if self._leave_by is not None:
-            self._tell(Leaving(), now)
+            self._tell(messages.Leaving(), now)
 
-    def _tell(self, message: FromMember, now: float) -> None:
+    def _tell(self, message: messages.FromMember, now: float) -> None:
         """Sends a message to whoever leads."""
         if self.leader is not None:
             self._lead(now, self.leader.receive, self.host, message, now)
         elif self._linked:
             self.links.to_leader(message)
 
-    def _execute(self, message: Message, now: float) -> None:
+    def _execute(self, message: messages.Message, now: float) -> None:
         """Executes a message of the leader."""
         match message:
-            case Start() if (
+            case messages.Start() if (
                 self._attempt is None
                 and self._exit is None
                 and self._ports
@@ -251,21 +234,25 @@ class Supervisor:
                 self._started = message.attempt, message.again
                 self._alone_since = now
                 self.tasks.do(message)
-            case Start():
-                self._tell(Ended(message.attempt, AttemptOutcome()), now)
+            case messages.Start():
+                self._tell(messages.Ended(message.attempt, AttemptOutcome()), now)
                 if self._ports is not None:
-                    self._tell(Ready(self._ports), now)
-            case RestartReply(attempt=attempt) | End(attempt=attempt) | Leave(attempt=attempt):
+                    self._tell(messages.Ready(self._ports), now)
+            case (
+                messages.RestartReply(attempt=attempt)
+                | messages.End(attempt=attempt)
+                | messages.Leave(attempt=attempt)
+            ):
                 if attempt == self._attempt:
                     self.tasks.do(message)
-            case Over(status=status, lines=lines):
-                self._leave(Exit(status, lines))
-            case Refused(problem=problem):
-                self._leave(Exit(2, (f"tfmw: {problem}",)))
+            case messages.Over():
+                self._leave(message)
+            case messages.Refused(problem=problem):
+                self._leave(messages.Over(2, (f"tfmw: {problem}",)))
 
     def _end_tasks(self) -> None:
         if self._attempt is not None:
-            self.tasks.do(End(self._attempt))
+            self.tasks.do(messages.End(self._attempt))
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -273,11 +260,11 @@ class Supervisor:
         """This process got a signal."""
         if number in LEAVE and self._leave_by is None:
             self._leave_by = now + self.settings.options.leave_s
-            self._tell(Leaving(), now)
+            self._tell(messages.Leaving(), now)
         else:
-            self._leave(Exit(128 + number))
+            self._leave(messages.Over(128 + number))
 
-    def _leave(self, way: Exit) -> None:
+    def _leave(self, way: messages.Over) -> None:
         """Ends this supervisor, once no task runs here."""
         if self._exit is not None:
             return
@@ -291,10 +278,10 @@ class Supervisor:
             return
         if self._leave_by is not None:
             if now >= self._leave_by:
-                self._leave(Exit(128 + signal.SIGTERM))
+                self._leave(messages.Over(128 + signal.SIGTERM))
                 return
             if self.leader is None and not self._linked and self._attempt is None:
-                self._leave(Exit(PREEMPTED))  # nobody leads who could dismiss it
+                self._leave(messages.Over(PREEMPTED))  # nobody leads who could dismiss it
                 return
         if self._campaign_at is not None and now >= self._campaign_at:
             self._campaign_at = None

@@ -24,10 +24,11 @@ from tfmw.launcher.attempts import make_context
 from tfmw.launcher.hosts.host_links import HostLinks, why_not_connected
 from tfmw.launcher.hosts.lease import Lease, LeaseKeeper
 from tfmw.launcher.hosts.settings import HostSettings
-from tfmw.launcher.hosts.supervisor import Exit, Supervisor
+from tfmw.launcher.hosts.supervisor import Supervisor
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display, say
 from tfmw.launcher.remote.links import secret_of_tasks
+from tfmw.launcher.remote.messages import Over
 from tfmw.launcher.remote.tasks import TasksOfOneMachine
 from tfmw.storage.fence import FENCE
 
@@ -84,7 +85,7 @@ def supervise(
     display: Display,
     events: queue.SimpleQueue[tuple[Any, ...]],
     stop: Signals,
-) -> Exit:
+) -> Over:
     """Hands over what happens, until the supervisor has ended; returns how."""
     for name, *arguments in _news(supervisor, display, events, stop):
         if name == "notify":

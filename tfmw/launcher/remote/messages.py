@@ -127,10 +127,10 @@ class Leaving:
 
 @dataclasses.dataclass(frozen=True)
 class Over:
-    """The run has ended, with an exit status, and lines for the user."""
+    """The run has ended: the exit status of each supervisor, and lines for the user."""
 
     status: int
-    lines: tuple[str, ...]
+    lines: tuple[str, ...] = ()
 
 
 # ---- of agents ---------------------------------------------------------------------------------

@@ -20,15 +20,7 @@ from collections.abc import Mapping
 from tfmw.cluster.sockets import reserved_ports
 from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.failure import Failure
-from tfmw.launcher.remote.messages import (
-    End,
-    Ended,
-    Leave,
-    Ready,
-    RestartReply,
-    RestartRequest,
-    Start,
-)
+from tfmw.launcher.remote import messages
 from tfmw.observe.goodput import Division
 from tfmw.observe.trackers import RUN_ID
 
@@ -43,7 +35,7 @@ class TasksOfOneMachine:
 
     def __post_init__(self) -> None:
         self._attempt: Attempt | None = None
-        self._ended: Ended | None = None  # by the leader, which `look` is still to report
+        self._ended: messages.Ended | None = None  # by the leader, which `look` is still to report
         self._ports = contextlib.ExitStack()
         self._wanted = 0  # ports, until they are prepared
         self._ready_by = 0.0
@@ -74,20 +66,22 @@ class TasksOfOneMachine:
         timeout_s = self.context.run.options.start_timeout_s or float("inf")
         self._ready_by = time.monotonic() + timeout_s
 
-    def do(self, message: Start | RestartReply | Leave | End) -> None:
+    def do(
+        self, message: messages.Start | messages.RestartReply | messages.Leave | messages.End
+    ) -> None:
         """Does what the leader wants of the tasks, at once."""
         match message:
-            case Start():
+            case messages.Start():
                 self._start(message)
-            case RestartReply():
+            case messages.RestartReply():
                 self.restarts = message.restarts
                 self._replies[message.task] = message.allowed
-            case Leave():  # as soon as they can
+            case messages.Leave():  # as soon as they can
                 self._preempts = True
-            case End():
+            case messages.End():
                 self._ended = self.end() or self._ended
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: messages.Start) -> None:
         self.restarts, self._requests, self._replies = 0, [], {}
         context = self.context
         # The tracker's run goes on where another host has the chief.
@@ -124,7 +118,7 @@ class TasksOfOneMachine:
             del self._replies[failure.task]  # it may die again
         return reply
 
-    def end(self) -> Ended | None:
+    def end(self) -> messages.Ended | None:
         """Ends the tasks at once; returns how they ended, if any ran."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
@@ -137,9 +131,11 @@ class TasksOfOneMachine:
             dataclasses.replace(f, error=f.error[:2000], detail=tuple(x[:500] for x in f.detail))
             for f in outcome.failures
         )
-        return Ended(attempt.number, dataclasses.replace(outcome, failures=failures), body)
+        return messages.Ended(attempt.number, dataclasses.replace(outcome, failures=failures), body)
 
-    def look(self, wait_s: float) -> Ready | RestartRequest | Ended | None:
+    def look(
+        self, wait_s: float
+    ) -> messages.Ready | messages.RestartRequest | messages.Ended | None:
         """Looks at the tasks once; returns a message for the leader. At once if it is `idle`.
 
         Args:
@@ -156,14 +152,14 @@ class TasksOfOneMachine:
                 return self.end()
             if not self._requests:
                 return None
-            return RestartRequest(attempt.number, self._requests.pop(0))
+            return messages.RestartRequest(attempt.number, self._requests.pop(0))
         spawner = self.context.spawner
         if not self._wanted or not (spawner.is_ready(wait_s) or time.monotonic() > self._ready_by):
             return None
         spawner.wait([], 0.0)  # a fork server that is too late is left out
         count, self._wanted = self._wanted, 0
         self._ports.close()
-        return Ready(tuple(self._ports.enter_context(reserved_ports(count))))
+        return messages.Ready(tuple(self._ports.enter_context(reserved_ports(count))))
 
     def close(self) -> None:
         """Ends everything."""
