@@ -1,7 +1,6 @@
 """TCP: listening sockets, ports that are reserved for tasks, connections to a machine that is gone.
 
     listen("10.0.0.7", 2222)      # at that address; at all of this machine's without one
-    serve(listener, handle, "name")                 # handle(socket) in a thread for each peer
     with reserved_ports(2) as ports: ...
     end_connections([("10.0.0.7", 2222)])           # calls over them fail now
     limit_silence([("10.0.0.7", 2222)], 15.0)       # they fail once it has been silent for so long
@@ -23,8 +22,6 @@ import itertools
 import os
 import random
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -65,41 +62,6 @@ def listen(host: str = "", port: int = 0) -> socket.socket:
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=_BACKLOG)
-
-
-def serve(
-    listener: socket.socket,
-    handle: Callable[[socket.socket], None],
-    name: str,
-    free: Callable[[], None] = lambda: None,
-) -> None:
-    """Calls `handle` with each connection, in a thread of its own, until `stop`. Returns at once.
-
-    Args:
-        name: of the thread that accepts.
-        free: frees descriptors, of which none is left.
-    """
-
-    def accept() -> None:
-        while True:
-            try:
-                peer, _ = listener.accept()
-            except OSError:
-                if listener.fileno() < 0:
-                    return
-                free()  # such as EMFILE
-                time.sleep(0.1)
-                continue
-            threading.Thread(target=handle, args=[peer], daemon=True).start()
-
-    threading.Thread(target=accept, name=name, daemon=True).start()
-
-
-def stop(listener: socket.socket) -> None:
-    """Accepts no further connection and frees the port; open connections stay."""
-    with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-    listener.close()
 
 
 @contextlib.contextmanager

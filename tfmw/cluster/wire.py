@@ -203,11 +203,25 @@ class Server:
         self._listener, self._key, self._handle = listener, key, handle
         self._introduce = introduce
         self._strangers: collections.deque[socket.socket] = collections.deque()  # the oldest first
-        sockets.serve(listener, self._serve, name, lambda: self._drop_strangers(keep=0))
+        threading.Thread(target=self._accept, name=name, daemon=True).start()
 
     def close(self) -> None:
         """Accepts no further connection; those that are open stay."""
-        sockets.stop(self._listener)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                self._drop_strangers(keep=0)  # no descriptor may be left
+                time.sleep(0.1)
+                continue
+            threading.Thread(target=self._serve, args=[peer], daemon=True).start()
 
     def _drop_strangers(self, keep: int) -> None:
         while len(self._strangers) > keep:

@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from typing import Any, NamedTuple, Self
 
-from tfmw.cluster import sockets, wire
+from tfmw.cluster import wire
 from tfmw.errors import TfmwError
 from tfmw.launcher.remote import messages
 from tfmw.launcher.remote.messages import Message
@@ -214,12 +214,13 @@ class Links:
     def __enter__(self) -> Self:
         self._thread.start()
         if self.listener is not None:
-            wire.Server(self.listener, None, self._accepted, "tfmw-accept", self._introduce)
+            own = self._accepted, "tfmw-accept", self._introduce
+            self._server = wire.Server(self.listener, None, *own)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.listener is not None:
-            sockets.stop(self.listener)
+            self._server.close()
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
