@@ -7,6 +7,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -158,6 +159,18 @@ def test_a_recorded_conversation_cannot_be_repeated(token):
             replayed.sendall(recorder.sent)
             until_closed(replayed)
         assert task.greeted.empty()
+
+
+def test_the_time_for_a_proof_is_that_of_all_its_bytes(monkeypatch):
+    """A peer that sends single bytes gains no time."""
+    clock = iter([0.0, 1.0, *[31.0] * 64])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    own, other = socket.socketpair()
+    with own, other:
+        other.sendall(bytes(wire.NONCE_BYTES + wire.PROOF_BYTES))
+        own.settimeout(30.0)
+        with pytest.raises(TimeoutError):  # and not NotAMember, as for a wrong proof in time
+            wire.prove(own, b"key")
 
 
 @pytest.mark.parametrize("kind", ["token", "no_token"])

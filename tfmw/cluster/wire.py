@@ -309,7 +309,10 @@ def _read(peer: socket.socket, size: int, deadline: float | None = None) -> byte
 def _fill(peer: socket.socket, view: memoryview, deadline: float | None = None) -> None:
     while view:
         if deadline is not None:  # who sends a byte at a time does not gain time
-            peer.settimeout(max(0.001, deadline - time.monotonic()))
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("timed out")
+            peer.settimeout(left_s)
         count = peer.recv_into(view)
         if not count:
             raise ConnectionAbortedError("the connection was closed")
