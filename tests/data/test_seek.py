@@ -17,6 +17,7 @@ from tests.helpers.cases import every
 from tfmw import data
 from tfmw.compat import datasets
 from tfmw.compat.shuffles import ShuffleOrder, ShuffleSeeds, has_known_order, pair_of_pass
+from tfmw.data import reshuffles as reshuffles_module
 from tfmw.data import seek as seek_module
 from tfmw.data.order import reshuffles_of
 from tfmw.data.seek import seek
@@ -253,7 +254,7 @@ def test_the_place_of_a_shuffle_is_read_without_its_buffer(monkeypatch: pytest.M
             buffers.append(datasets.buffer_size_of(dataset))
             super().__init__(dataset)
 
-    monkeypatch.setattr(seek_module, "ShuffleSeeds", Seeds)
+    monkeypatch.setattr(reshuffles_module, "ShuffleSeeds", Seeds)
     shuffled = tf.data.Dataset.range(30_000).shuffle(10_000, seed=1).repeat()
     whole, reshuffles = data.ordered(shuffled, data.Order(seed=9))
     assert int(next(iter(seek(whole, 20_000, reshuffles)))) < 30_000

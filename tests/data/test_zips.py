@@ -16,6 +16,7 @@ from tests.helpers.cases import every
 from tfmw import data
 from tfmw.data.by_index import joined
 from tfmw.data.seek import seek
+from tfmw.data.sharding import shard_dataset
 
 N, B = 22, 4
 
@@ -84,7 +85,7 @@ def test_workers_divide_zips_in_their_order(name: str, position: int) -> None:
     for workers in (1, 2):
         shards = [
             list(
-                data.shard_dataset(
+                shard_dataset(
                     pipeline(), data.Sharding(workers, rank), data.Order(seed=1), position
                 ).dataset.take(len(whole))
             )

@@ -7,39 +7,33 @@ on all workers, `seek.py` begins a pipeline in its middle.
 May import: `tfmw.cluster`, `tfmw.compat`, `tfmw.observe`, `tfmw.errors`.
 """
 
-from tfmw.data.batches import examples_of, first_rows, gather_rows, map_tensors
+from tfmw.data.batches import examples_of as examples_of
+from tfmw.data.batches import first_rows as first_rows
+from tfmw.data.batches import gather_rows as gather_rows
+from tfmw.data.batches import map_tensors as map_tensors
 from tfmw.data.by_index import from_index
-from tfmw.data.grain_datasets import is_grain
-from tfmw.data.order import ordered
-from tfmw.data.record_files import from_parquet, from_records, from_tars, index_in_background
-from tfmw.data.sharding import at_most_once, shard, shard_dataset
-from tfmw.data.source import Source, empty_dataset
+from tfmw.data.grain_datasets import is_grain as is_grain
+from tfmw.data.order import ordered as ordered
+from tfmw.data.record_files import from_parquet, from_records, from_tars
+from tfmw.data.record_files import index_in_background as index_in_background
+from tfmw.data.sharding import at_most_once, shard
+from tfmw.data.source import Source as Source
+from tfmw.data.source import empty_dataset as empty_dataset
 from tfmw.data.tfds_files import tfds
-from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
-from tfmw.data.whole_batches import step_of
+from tfmw.data.values import INFINITE as INFINITE
+from tfmw.data.values import Order as Order
+from tfmw.data.values import Shard as Shard
+from tfmw.data.values import Sharding as Sharding
+from tfmw.data.values import ShardSizes as ShardSizes
+from tfmw.data.whole_batches import step_of as step_of
 
+# The public names. The others, imported as themselves, are for the rooms above.
 __all__ = [
-    "INFINITE",
-    "Order",
-    "Shard",
-    "ShardSizes",
-    "Sharding",
-    "Source",
     "at_most_once",
-    "empty_dataset",
-    "examples_of",
-    "first_rows",
     "from_index",
     "from_parquet",
     "from_records",
     "from_tars",
-    "gather_rows",
-    "index_in_background",
-    "is_grain",
-    "map_tensors",
-    "ordered",
     "shard",
-    "shard_dataset",
-    "step_of",
     "tfds",
 ]

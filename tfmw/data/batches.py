@@ -261,41 +261,27 @@ def static_batch_size(spec: Any) -> int | None:
     return size
 
 
-def deterministic(
-    dataset: tf.data.Dataset, read_ahead: bool = True, tuned: bool = True
+def configured(
+    dataset: tf.data.Dataset,
+    *,
+    in_order: bool = True,
+    tuned: bool = True,
+    read_ahead: bool | None = True,
 ) -> tf.data.Dataset:
-    """The dataset with a deterministic order of parallel transformations, and prefetching.
+    """The dataset with options, in one node.
 
     Args:
-        read_ahead: whether a batch may be read before it is asked for.
-        tuned: see `untuned`.
-    """
-    dataset = in_order(dataset)
-    return prefetched(dataset if tuned else untuned(dataset), read_ahead)
-
-
-def in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The dataset with a deterministic order of parallel transformations."""
-    options = tf.data.Options()
-    options.deterministic = True
-    return dataset.with_options(options)
-
-
-def prefetched(dataset: tf.data.Dataset, read_ahead: bool) -> tf.data.Dataset:
-    """The dataset, of which batches are read ahead, or only those that are asked for."""
-    if read_ahead:
-        return dataset.prefetch(tf.data.AUTOTUNE)
-    options = tf.data.Options()
-    options.experimental_optimization.apply_default_optimizations = False  # which read ahead
-    return dataset.with_options(options)
-
-
-def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The dataset, which tf.data does not measure to tune it.
-
-    The end of an iterator waits for the tuning: 17 ms on one core. A pass over small arrays takes
-    a few.
+        in_order: whether parallel transformations keep the order of their input.
+        tuned: whether tf.data measures the dataset to tune it. The end of an iterator waits for the
+            tuning: 17 ms on one core. A pass over small arrays takes a few.
+        read_ahead: whether a batch may be read before it is asked for; None adds nothing.
     """
     options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)
+    if in_order:
+        options.deterministic = True
+    if not tuned:
+        options.autotune.enabled = False
+    if read_ahead is False:
+        options.experimental_optimization.apply_default_optimizations = False  # which read ahead
+    dataset = dataset.with_options(options)
+    return dataset.prefetch(tf.data.AUTOTUNE) if read_ahead else dataset

@@ -8,19 +8,45 @@ user's dataset is set to the place at which Keras would have left it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from tfmw.compat import datasets, rebuilding
 from tfmw.compat.graph import inputs_first
-from tfmw.compat.shuffles import ShuffleSeeds
+from tfmw.compat.shuffles import ShuffleSeeds, pair_of_pass
 
-if TYPE_CHECKING:
-    from tfmw.data.seek import PassStart
+
+@dataclasses.dataclass
+class PassStart:
+    """Passes over a shuffle that have begun before a pipeline's first element."""
+
+    shuffle: tf.data.Dataset
+    before: int  # passes that have ended
+    begun: int  # 1 if another one has begun, whose order is computed; otherwise 0
+    after: int = 0  # passes that the whole pipeline would begin at its end, and this one does not
+    number: int | None = None
+
+    def begin(self) -> None:
+        """Counts these passes; sets the `number` of the computed one."""
+        if datasets.reshuffles(self.shuffle):
+            seeds = ShuffleSeeds(small_of(self.shuffle))
+            self.number = seeds.passes + self.before
+            seeds.passes = self.number + self.begun
+
+    def seeds(self) -> list[int]:
+        """The pair of seeds of the computed pass; the next call is of another iterator."""
+        if self.number is None:
+            self.begin()
+        number, self.number = self.number, None
+        seeds = datasets.shuffle_seeds(self.shuffle)
+        assert seeds is not None  # as `_computed` has seen
+        again = datasets.reshuffles(self.shuffle)
+        return pair_of_pass(seeds, number or 0, again)
 
 
 class _Pair:

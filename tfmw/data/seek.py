@@ -11,7 +11,6 @@ possible.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
@@ -21,12 +20,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.compat import datasets, rebuilding, shuffles
-from tfmw.compat.shuffles import ShuffleSeeds
-from tfmw.data.batches import beneath, in_order, input_of, steps_in, without_autograph
+from tfmw.data.batches import beneath, configured, input_of, steps_in, without_autograph
 from tfmw.data.by_index import element_at, has_index, peeled
 from tfmw.data.order import ordered
 from tfmw.data.record_files import FileRecords
-from tfmw.data.reshuffles import Reshuffles, small_of
+from tfmw.data.reshuffles import PassStart, Reshuffles
 from tfmw.data.values import INFINITE, Order
 
 logger = logging.getLogger("tfmw")
@@ -66,34 +64,6 @@ def ordered_from(
     """The `ordered` pipeline from some element on, and its shuffles."""
     whole, reshuffles = ordered(dataset, order)
     return seek(whole, position, reshuffles, order), reshuffles
-
-
-@dataclasses.dataclass
-class PassStart:
-    """Passes over a shuffle that have begun before a pipeline's first element."""
-
-    shuffle: tf.data.Dataset
-    before: int  # passes that have ended
-    begun: int  # 1 if another one has begun, whose order is computed; otherwise 0
-    after: int = 0  # passes that the whole pipeline would begin at its end, and this one does not
-    number: int | None = None
-
-    def begin(self) -> None:
-        """Counts these passes; sets the `number` of the computed one."""
-        if datasets.reshuffles(self.shuffle):
-            seeds = ShuffleSeeds(small_of(self.shuffle))
-            self.number = seeds.passes + self.before
-            seeds.passes = self.number + self.begun
-
-    def seeds(self) -> list[int]:
-        """The pair of seeds of the computed pass; the next call is of another iterator."""
-        if self.number is None:
-            self.begin()
-        number, self.number = self.number, None
-        seeds = datasets.shuffle_seeds(self.shuffle)
-        assert seeds is not None  # as `_computed` has seen
-        again = datasets.reshuffles(self.shuffle)
-        return shuffles.pair_of_pass(seeds, number or 0, again)
 
 
 class _Rest:
@@ -237,7 +207,7 @@ class _Rest:
             elements = elements.map(without_autograph(lambda index: element_at(source, index)))
         for function in maps:
             elements = rebuilding.rebuilt(function, elements)
-        return in_order(elements)
+        return configured(elements, read_ahead=None)
 
     def _pass_of(self, shuffle: tf.data.Dataset | None) -> Callable[[], list[int] | None]:
         """A function that returns the seeds of a shuffle's pass, once it has begun."""

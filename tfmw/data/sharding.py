@@ -43,7 +43,7 @@ import tensorflow as tf
 from tfmw.compat import datasets, rebuilding
 from tfmw.data.batches import (
     beneath,
-    deterministic,
+    configured,
     element_of,
     examples_of,
     first_rows,
@@ -300,7 +300,7 @@ def below_maps(whole: Batched, sharding: Sharding, order: Order, skip: int) -> S
         return parts, sharding.counts(total), total
 
     zipped = tf.data.Dataset.zip((batches, totals)).map(without_autograph(divided))
-    return whole.shard(deterministic(zipped), count, sharding, reshuffles)
+    return whole.shard(configured(zipped), count, sharding, reshuffles)
 
 
 def _by_index(
@@ -324,7 +324,7 @@ def _by_index(
     parallel = {} if indexed.rows is None else indexed.rows.parallel
     local = batches.map(without_autograph(local_batch), **parallel)
     tuned = indexed.rows is not None or not is_small(whole.spec, size)
-    return whole.shard(deterministic(local, tuned=tuned), count, sharding, reshuffles)
+    return whole.shard(configured(local, tuned=tuned), count, sharding, reshuffles)
 
 
 def _local_elements(

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfmw.compat import datasets
-from tfmw.data.batches import beneath, deterministic, spec_of, without_autograph
+from tfmw.data.batches import beneath, configured, spec_of, without_autograph
 from tfmw.data.comparison import refuse_different
 from tfmw.data.grain_datasets import GrainHooks, by_index, is_grain
 from tfmw.data.py_dataset import OrderedPyDataset, PyDatasetHooks
@@ -248,7 +248,7 @@ def _with_class_weight(shard: Shard, class_weight: Any) -> Shard:
         without_autograph(lambda parts, *sizes: (tuple(add_weights(*p) for p in parts), *sizes))
     )
     spec = spec_of(mapped)[0][0]
-    return dataclasses.replace(shard, dataset=deterministic(mapped), element_spec=spec)
+    return dataclasses.replace(shard, dataset=configured(mapped), element_spec=spec)
 
 
 def empty_dataset() -> UsageError:

@@ -17,19 +17,17 @@ import tensorflow as tf
 from tfmw.compat import datasets, rebuilding
 from tfmw.data.batches import (
     beneath,
-    deterministic,
+    configured,
     element_of,
     examples_of,
     filled,
     global_batch_size,
     input_of,
     parts_of,
-    prefetched,
     rows_of,
     spec_of,
     static_batch_size,
     steps_in,
-    untuned,
     without_autograph,
     without_optionals,
     zeros,
@@ -44,10 +42,10 @@ from tfmw.errors import UsageError
 def of_one_replica(dataset: tf.data.Dataset, read_ahead: bool = True) -> Shard:
     """The shard of the only replica."""
     batches = divided_by_steps(dataset)
-    batches = batches if rebuilding.is_tunable(dataset) else untuned(batches)
+    tuned = rebuilding.is_tunable(dataset)
     even = ShardSizes(uneven=False, empty=False)
     return Shard(
-        prefetched(batches, read_ahead),
+        configured(batches, in_order=False, tuned=tuned, read_ahead=read_ahead),
         steps_in(dataset),
         even,
         even,
@@ -80,7 +78,8 @@ def by_slices(dataset: tf.data.Dataset, sharding: Sharding, read_ahead: bool) ->
         )
     size = static_batch_size(spec)
     sizes = ShardSizes(True, True) if size is None else ShardSizes.of(size, sharding)
-    steps = deterministic(steps, read_ahead, tuned=not small or rebuilding.is_tunable(dataset))
+    tuned = not small or rebuilding.is_tunable(dataset)
+    steps = configured(steps, tuned=tuned, read_ahead=read_ahead)
     return Shard(steps, steps_in(dataset), sizes, sizes, spec, batch_size)
 
 
@@ -391,5 +390,5 @@ def with_unknown_totals(
     endless = steps.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
     dataset = filled(endless, spec, whole).map(without_autograph(lambda p, c: (p, c, np.int64(-1))))
     sizes = ShardSizes(uneven=True, empty=True)
-    dataset = deterministic(dataset, read_ahead)
+    dataset = configured(dataset, read_ahead=read_ahead)
     return Shard(dataset, None, sizes, sizes, spec, size, size_known=False)
