@@ -129,13 +129,13 @@ def _measure(name: str, n: int, skip: bool, folder: Path) -> float:
     source = source if isinstance(source, data.Source) else data.Source(source)
     position = n * 8 // 10 // BATCH
     if skip:
-        dataset = source.shard(data.Sharding(2, 1), data.Order(seed=3)).dataset
+        dataset = source.shard(data.Sharding(2, 1), data.SharedOrder(seed=3)).dataset
         next(iter(dataset.skip(position)))
     else:
         by_index = source.is_read_once
-        order = data.Order(seed=3, index_dir=str(folder / "index"))
+        order = data.SharedOrder(seed=3, index_dir=str(folder / "index"))
         shard = source.shard(data.Sharding(2, 1), order, 0 if by_index else position)
-        next(iter(shard.rest(position) if shard.rest else shard.dataset))
+        next(iter(shard.batches(position) if by_index else shard.dataset))
     return time.perf_counter() - start
 
 

@@ -137,7 +137,6 @@ def test_an_element_is_restored_as_the_model_gets_it() -> None:
         ({"a": x}, {"a": 0}),
     ):
         dataset = tf.data.Dataset.from_tensor_slices(tensors)
-        element = batches.element_of(dataset)
-        found = next(iter(dataset.map(lambda *b, element=element: element(b)).as_numpy_iterator()))
+        found = next(batches.map_elements(dataset, lambda element: element).as_numpy_iterator())
         assert found == expected
         assert type(found) is type(next(iter(dataset.as_numpy_iterator())))

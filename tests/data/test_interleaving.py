@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tfmw import data
 from tfmw.cluster.group import Group
+from tfmw.compat.pipelines import Pipeline
 from tfmw.data.record_files import interleave_order
 
 
@@ -81,13 +82,13 @@ class _Machine(Group):
 def test_the_cycle_length_is_that_of_the_chiefs_machine(name: str, tmp_path: Path) -> None:
     """tf.data chooses it by the number of cores, so workers would have different orders."""
     dataset = PIPELINES[name](tmp_path)
-    of_chief = data.Order(group=_Machine(0, 1))
-    found = [int(x) for x in data.ordered(dataset, of_chief)[0]]
+    of_chief = data.SharedOrder(group=_Machine(0, 1))
+    found = [int(x) for x in data.ordered(Pipeline.of(dataset), of_chief)[0].dataset]
     assert found == [0, 10, 20, 1, 11, 21, 2, 12, 22, 30, 40, 31, 41, 32, 42]
-    own = data.Order()
-    assert list(data.ordered(dataset, own)[0].as_numpy_iterator()) == list(
+    own = data.SharedOrder()
+    assert list(data.ordered(Pipeline.of(dataset), own)[0].dataset.as_numpy_iterator()) == list(
         dataset.as_numpy_iterator()
     )
     lengths = of_chief.cycle_lengths  # of an earlier run, on another machine
-    again = data.Order(cycle_lengths=lengths)
-    assert [int(x) for x in data.ordered(dataset, again)[0]] == found
+    again = data.SharedOrder(cycle_lengths=lengths)
+    assert [int(x) for x in data.ordered(Pipeline.of(dataset), again)[0].dataset] == found

@@ -53,13 +53,13 @@ ACCEPTED: dict[str, Callable[[], tf.data.Dataset]] = {
 def test_a_random_choice_is_refused_on_several_workers(name: str) -> None:
     source = data.Source(REFUSED[name]())
     with pytest.raises(UsageError, match="random numbers without a seed"):
-        source.shard(data.Sharding(2, 1), data.Order())
-    assert source.shard(data.Sharding(), data.Order())
+        source.shard(data.Sharding(2, 1), data.SharedOrder())
+    assert source.shard(data.Sharding(), data.SharedOrder())
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_random_values_and_seeded_choices_are_accepted(name: str) -> None:
-    assert data.Source(ACCEPTED[name]()).shard(data.Sharding(2, 1), data.Order())
+    assert data.Source(ACCEPTED[name]()).shard(data.Sharding(2, 1), data.SharedOrder())
 
 
 def test_a_dataset_of_the_service_needs_a_name_for_its_promise() -> None:
@@ -78,11 +78,11 @@ def test_a_dataset_of_the_service_needs_a_name_for_its_promise() -> None:
 
     for source in (served().prefetch(2), lambda context: served()):
         with pytest.raises(UsageError, match="at most once"):
-            data.Source(source).shard(data.Sharding(), data.Order())
+            data.Source(source).shard(data.Sharding(), data.SharedOrder())
     shards = []
     for rank in range(2):
         named = data.Source(data.at_most_once(served()))
-        shards.append(iter(named.shard(data.Sharding(2, rank), data.Order(), skip=7).dataset))
+        shards.append(iter(named.shard(data.Sharding(2, rank), data.SharedOrder(), skip=7).dataset))
     seen: list[int] = []
     for _ in range(6):  # of both together at most 10 have examples
         for shard in shards:

@@ -102,12 +102,12 @@ def _keras_batches(dataset: Any) -> list[list[np.ndarray]]:
 
 
 def _shard(source: data.Source, workers: int, rank: int, start: int = 0, state: Any = None) -> Any:
-    sharding, order = data.Sharding(workers, rank), data.Order(seed=9)
+    sharding, order = data.Sharding(workers, rank), data.SharedOrder(seed=9)
     if start and source.is_read_once:
         shard = source.shard(sharding, order)
         shard.hooks.restore(state, 0, 1)
         assert shard.rest is not None
-        return shard.rest(start)
+        return shard.batches(start)
     return source.shard(sharding, order, start).dataset
 
 
@@ -151,12 +151,10 @@ def test_workers_read_the_batches_of_grain_in_its_order(name: str, workers: int)
 def test_a_resumed_run_continues_on_other_workers(name: str) -> None:
     expected = _keras_batches(ALL[name](Counting()))
     source = data.Source(ALL[name](Counting()))
-    shard = source.shard(data.Sharding(2, 0), data.Order(seed=9))
+    shard = source.shard(data.Sharding(2, 0), data.SharedOrder(seed=9))
     for _ in zip(range(3), shard.dataset, strict=False):
         pass
-    _assert_equal(
-        _union(lambda: ALL[name](Counting()), 3, 3, shard.hooks.state_at(3)), expected[3:]
-    )
+    _assert_equal(_union(lambda: ALL[name](Counting()), 3, 3, shard.hooks.state(3)), expected[3:])
 
 
 @pytest.mark.parametrize("name", GRAIN)
@@ -179,14 +177,14 @@ def test_each_worker_reads_its_rows_only(name: str) -> None:
 def test_a_resumed_run_reads_no_row_before_its_position(name: str) -> None:
     length = 200
     first = data.Source(ALL[name](Counting(length)))
-    shard = first.shard(data.Sharding(), data.Order())
-    state = [shard.hooks.state_at(10) for _ in zip(range(11), shard.dataset, strict=False)][-1]
+    shard = first.shard(data.Sharding(), data.SharedOrder())
+    state = [shard.hooks.state(10) for _ in zip(range(11), shard.dataset, strict=False)][-1]
     source = Counting(length)
     again = data.Source(ALL[name](source))
-    shard = again.shard(data.Sharding(), data.Order(), 0 if again.is_read_once else 10)
+    shard = again.shard(data.Sharding(), data.SharedOrder(), 0 if again.is_read_once else 10)
     shard.hooks.restore(state, 0, 1)
     source.read.clear()
-    rest = shard.rest(10) if shard.rest else shard.dataset
+    rest = shard.dataset if shard.rest is None else shard.batches(10)
     assert list(rest)
     passes = 2 if "repeat" in name or name == "batches mapped" else 1
     window = 9 * (name == "shuffled iterator")
@@ -195,7 +193,7 @@ def test_a_resumed_run_reads_no_row_before_its_position(name: str) -> None:
 
 def test_an_endless_dataset_of_grain_is_infinite() -> None:
     shard = data.Source(_shuffled(Counting()).repeat().batch(B)).shard(
-        data.Sharding(2, 1), data.Order()
+        data.Sharding(2, 1), data.SharedOrder()
     )
     assert shard.steps == data.INFINITE
     assert len(list(shard.dataset.take(9))) == 9
@@ -378,7 +376,11 @@ def test_an_interrupted_run_finds_the_indices_of_its_files(
         return pread(descriptor, size, begin)
 
     monkeypatch.setattr(os, "pread", noted)
-    rest = data.Source(records).shard(data.Sharding(), data.Order(index_dir=index_dir), 3).dataset
+    rest = (
+        data.Source(records)
+        .shard(data.Sharding(), data.SharedOrder(index_dir=index_dir), 3)
+        .dataset
+    )
     assert [part.numpy().tolist() for ((part,),) in rest] == [batch.tolist() for batch in whole[3:]]
     assert len(reads) == N - 3 * B
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.helpers.cases import every
 from tfmw import data
 from tfmw.compat import datasets
+from tfmw.compat.pipelines import Pipeline
 from tfmw.compat.shuffles import ShuffleOrder, ShuffleSeeds, has_known_order, pair_of_pass
 from tfmw.data import reshuffles as reshuffles_module
 from tfmw.data import seek as seek_module
@@ -63,12 +64,12 @@ STEP = st.tuples(st.sampled_from(sorted(STEPS)), st.integers(1, 6))
 
 def _passes(dataset: tf.data.Dataset, position: int, seeks: bool) -> list[Any]:
     """Three passes, the second of them from `position` on: it seeks, or elements are dropped."""
-    whole, reshuffles = data.ordered(dataset, data.Order(seed=9))
+    whole, reshuffles = data.ordered(Pipeline.of(dataset), data.SharedOrder(seed=9))
     found: list[Any] = []
     seen = [0] * len(reshuffles)
     for start in (0, position, 0):
         reshuffles.starts = []
-        rest = seek(whole, start, reshuffles) if seeks else whole
+        rest = seek(whole, start, reshuffles) if seeks else whole.dataset
         if reshuffles:
             reshuffles.begin(seen)
         found.append([int(x) for x in rest][0 if seeks else start :])
@@ -182,10 +183,10 @@ def test_files_from_a_record_on(
         )
         return elements.map(number).batch(2).map(lambda x: x[-1])
 
-    skipped: list[tf.data.Dataset] = []
+    skipped: list[Pipeline] = []
     skip = seek_module._skipped
 
-    def noted(node: tf.data.Dataset, position: int) -> tf.data.Dataset:
+    def noted(node: Pipeline, position: int) -> tf.data.Dataset:
         skipped.append(node)
         return skip(node, position)
 
@@ -207,7 +208,7 @@ def _reads(dataset: tf.data.Dataset, position: int) -> list[int]:
         return i
 
     noted = dataset.map(lambda i: tf.ensure_shape(tf.py_function(note, [i], tf.int64), []))
-    next(iter(seek(noted.batch(2).map(lambda b: b), position)))
+    next(iter(seek(Pipeline.of(noted.batch(2).map(lambda b: b)), position)))
     return seen
 
 
@@ -238,9 +239,9 @@ def test_the_log_says_how_long_elements_are_read_again(
 def test_two_passes_over_one_shuffle_are_those_of_an_uninterrupted_run() -> None:
     shuffled = tf.data.Dataset.range(20).shuffle(4, seed=5)
     zipped = tf.data.Dataset.zip((shuffled, shuffled))
-    reshuffles = reshuffles_of(zipped)
+    reshuffles = reshuffles_of(Pipeline.of(zipped))
     whole = [(int(a), int(b)) for a, b in zipped]
-    rest = seek(zipped, 3, reshuffles)
+    rest = seek(Pipeline.of(zipped), 3, reshuffles)
     reshuffles.begin([0] * len(reshuffles))
     assert [(int(a), int(b)) for a, b in rest] == whole[3:]
 
@@ -251,12 +252,12 @@ def test_the_place_of_a_shuffle_is_read_without_its_buffer(monkeypatch: pytest.M
 
     class Seeds(ShuffleSeeds):
         def __init__(self, dataset: tf.data.Dataset) -> None:
-            buffers.append(datasets.buffer_size_of(dataset))
+            buffers.append(Pipeline.of(dataset).buffer_size)
             super().__init__(dataset)
 
     monkeypatch.setattr(reshuffles_module, "ShuffleSeeds", Seeds)
     shuffled = tf.data.Dataset.range(30_000).shuffle(10_000, seed=1).repeat()
-    whole, reshuffles = data.ordered(shuffled, data.Order(seed=9))
+    whole, reshuffles = data.ordered(Pipeline.of(shuffled), data.SharedOrder(seed=9))
     assert int(next(iter(seek(whole, 20_000, reshuffles)))) < 30_000
     assert buffers == [1]
 
@@ -264,7 +265,9 @@ def test_the_place_of_a_shuffle_is_read_without_its_buffer(monkeypatch: pytest.M
 def test_the_time_of_elements_is_that_of_the_first_ones() -> None:
     times = iter([0.0, 0.1, 5.0, 5.4])  # 1000 elements, then 4000
     endless = tf.data.Dataset.range(2**40).filter(lambda i: i >= 0)
-    assert seek_module._seconds_to_skip(endless, 40_000, lambda: next(times)) == pytest.approx(4.0)
+    assert seek_module._seconds_to_skip(
+        Pipeline.of(endless), 40_000, lambda: next(times)
+    ) == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("size", [10**3, 10**6, 10**9])

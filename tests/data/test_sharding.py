@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tests.helpers.cases import cases, every
 from tfmw import data
+from tfmw.compat.pipelines import Pipeline
 from tfmw.data.by_index import Indexed
 from tfmw.data.sharding import shard_dataset
 from tfmw.data.whole_batches import shard_function
@@ -28,7 +29,7 @@ def _shards(
     steps: list[list[list[Any]]] = []
     for rank in range(workers):
         sharding = data.Sharding(workers, rank, local)
-        shard = shard_dataset(dataset, sharding, data.Order(seed=3))
+        shard = shard_dataset(dataset, sharding, data.SharedOrder(seed=3))
         for step, element in enumerate(shard.dataset.as_numpy_iterator()):
             parts, counts, total = data.step_of(element, sharding)
             if step == len(steps):
@@ -87,11 +88,11 @@ def test_arrays_are_divided_by_indices_as_examples_are(name: str, drop: bool, sk
     # A map is not seen through.
     alike = whole.map(lambda x, y: (x, y))
     walked, indexed = (MOVES[name](d).batch(5, drop_remainder=drop) for d in (alike, whole))
-    assert Indexed.of(MOVES[name](whole)) is not None
+    assert Indexed.of(Pipeline.of(MOVES[name](whole))) is not None
     for rank in range(3):
         found = []
         for dataset in (walked, indexed):
-            shard = shard_dataset(dataset, data.Sharding(3, rank), data.Order(seed=3), skip)
+            shard = shard_dataset(dataset, data.Sharding(3, rank), data.SharedOrder(seed=3), skip)
             facts: list[Any] = [
                 shard.steps,
                 shard.full,
@@ -112,9 +113,9 @@ def test_arrays_are_divided_by_indices_as_examples_are(name: str, drop: bool, sk
 
 def test_an_order_that_a_cache_keeps_is_walked(tmp_path: Path) -> None:
     whole = tf.data.Dataset.from_tensor_slices(np.arange(8))
-    assert Indexed.of(whole.take(7).cache().shuffle(8)) is not None
-    assert Indexed.of(whole.shuffle(8).cache()) is None
-    assert Indexed.of(whole.cache(str(tmp_path / "cache"))) is None
+    assert Indexed.of(Pipeline.of(whole.take(7).cache().shuffle(8))) is not None
+    assert Indexed.of(Pipeline.of(whole.shuffle(8).cache())) is None
+    assert Indexed.of(Pipeline.of(whole.cache(str(tmp_path / "cache")))) is None
 
 
 def test_a_worker_copies_its_own_examples_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +128,7 @@ def test_a_worker_copies_its_own_examples_only(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(tf, "gather", noted)
     dataset = tf.data.Dataset.from_tensor_slices(np.arange(8)).batch(4)
-    shard = shard_dataset(dataset, data.Sharding(2, 1), data.Order())
+    shard = shard_dataset(dataset, data.Sharding(2, 1), data.SharedOrder())
     list(shard.dataset)
     assert taken == [[1, 3], [5, 7]]
 
@@ -172,7 +173,7 @@ def test_sparse_batches_are_divided(workers: int, local: int, mapped: bool) -> N
     steps: list[list[list[int]]] = [[], []]
     for rank in range(workers):
         sharding = data.Sharding(workers, rank, local)
-        shard = shard_dataset(dataset, sharding, data.Order())
+        shard = shard_dataset(dataset, sharding, data.SharedOrder())
         for step, element in enumerate(shard.dataset):
             parts, counts, total = data.step_of(element, sharding)
             assert total == [4, 3][step]
@@ -196,7 +197,7 @@ def test_what_is_none_in_a_batch_stays_none(workers: int, local: int) -> None:
     for dataset in (optional, left_out):
         found: list[float] = []
         for rank in range(workers):
-            shard = shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order())
+            shard = shard_dataset(dataset, data.Sharding(workers, rank, local), data.SharedOrder())
             assert shard.element_spec[1] is None
             for element in shard.dataset.take(1):
                 parts, *_ = data.step_of(element, data.Sharding(workers, rank, local))
@@ -238,7 +239,7 @@ def test_batches_that_are_taken_whole_may_have_none_and_ragged_tensors(local: in
     batches = rows.batch(1).map(lambda x, y: ({"x": x, "no": None}, y, None))
     sharding = data.Sharding(local_replicas=local)
     for shard in (
-        shard_dataset(batches, sharding, data.Order(), split=False),
+        shard_dataset(batches, sharding, data.SharedOrder(), split=False),
         shard_function(lambda _: batches, sharding),
     ):
         found = []
@@ -270,7 +271,7 @@ def test_batches_of_two_lengths_are_divided_separately(sharding: tuple[int, int]
     dataset = _zipped(replicas, 2 * replicas, 2 * replicas)
     found: list[list[int]] = [[], []]
     for rank in range(workers):
-        shard = shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order())
+        shard = shard_dataset(dataset, data.Sharding(workers, rank, local), data.SharedOrder())
         for element in shard.dataset.as_numpy_iterator():
             parts, _, total = data.step_of(element, data.Sharding(workers, rank, local))
             assert total == replicas
@@ -285,12 +286,12 @@ def test_batches_of_two_lengths_are_divided_separately(sharding: tuple[int, int]
 @pytest.mark.parametrize("dataset", [_zipped(3, 4), _zipped(4, 2, 9)])
 def test_batches_of_two_lengths_that_cannot_be_divided_are_refused(dataset) -> None:
     with pytest.raises(UsageError, match=r"2 replicas cannot divide [31] evenly: batch each part"):
-        shard_dataset(dataset, data.Sharding(2, 0), data.Order())
+        shard_dataset(dataset, data.Sharding(2, 0), data.SharedOrder())
 
 
 def test_mapped_batches_of_two_lengths_that_cannot_be_divided_are_refused_when_read() -> None:
     dataset = _zipped(3, 4).map(lambda a, b: (a + 1, b))
-    shard = shard_dataset(dataset, data.Sharding(2, 0), data.Order())
+    shard = shard_dataset(dataset, data.Sharding(2, 0), data.SharedOrder())
     with pytest.raises(tf.errors.InvalidArgumentError, match="different numbers of examples"):
         next(iter(shard.dataset))
 
@@ -320,7 +321,7 @@ class _Batches(keras.utils.PyDataset):
 def test_skipped_epoch_reads_nothing() -> None:
     batches = _Batches()
     source = data.Source(batches)
-    shard = source.shard(data.Sharding(1, 0, 1), data.Order(seed=3))
+    shard = source.shard(data.Sharding(1, 0, 1), data.SharedOrder(seed=3))
     batches.read.clear()  # of the first, for the form of batches
     shard.hooks.skip()
     assert not batches.read.is_set()
@@ -344,11 +345,11 @@ def _arrays(rows: int, width: int) -> tf.data.Dataset:
 def test_a_pipeline_without_maps_is_not_tuned(
     dataset: tf.data.Dataset, tuned: bool, replicas: int
 ) -> None:
-    shard = shard_dataset(dataset, data.Sharding(replicas, 0), data.Order(seed=3))
+    shard = shard_dataset(dataset, data.Sharding(replicas, 0), data.SharedOrder(seed=3))
     assert (shard.dataset.options().autotune.enabled is not False) is tuned
 
 
 def test_large_parts_of_arrays_are_copied_by_tuned_threads() -> None:
     large = _arrays(8, 1 << 18).batch(8)
-    shard = shard_dataset(large, data.Sharding(2, 0), data.Order(seed=3))
+    shard = shard_dataset(large, data.Sharding(2, 0), data.SharedOrder(seed=3))
     assert shard.dataset.options().autotune.enabled is not False

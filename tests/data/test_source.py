@@ -52,7 +52,7 @@ def test_batches_and_their_spec_are_those_of_keras(name: str) -> None:
     given = ARRAYS[name]
     x, y, weight = (*given, None, None)[:3]
     source = data.Source(x, y, weight, batch_size=3)
-    shard = source.shard(data.Sharding(), data.Order())
+    shard = source.shard(data.Sharding(), data.SharedOrder())
     expected = datasets.data_adapter(x, y, weight, batch_size=3).get_tf_dataset()
     assert shard.steps == 3
     assert shard.element_spec == expected.element_spec or name == "nobody's"
@@ -71,7 +71,7 @@ def test_a_worker_copies_its_own_examples_of_arrays_only(monkeypatch: pytest.Mon
         return gather(tensor, indices, **options)
 
     monkeypatch.setattr(tf, "gather", noted)
-    shard = data.Source(X, batch_size=4).shard(data.Sharding(2, 1), data.Order())
+    shard = data.Source(X, batch_size=4).shard(data.Sharding(2, 1), data.SharedOrder())
     assert [int(total) for _, _, total in shard.dataset] == [4, 3]
     assert taken == [[1, 3], [5]]
 
@@ -97,11 +97,11 @@ def test_a_py_dataset_is_read_from_an_index_on(split: bool, threads: int) -> Non
     for rank in range(2):
         batches = _Counted(workers=threads)
         source = data.Source(batches, split=split)
-        shard = source.shard(data.Sharding(2, rank), data.Order())
+        shard = source.shard(data.Sharding(2, rank), data.SharedOrder())
         rows = [[p.tolist() for p in parts[0]] for parts, _, _ in _some(shard.dataset)]
         assert shard.rest is not None
         batches.read.clear()
-        rest = [[p.tolist() for p in parts[0]] for parts, _, _ in _some(shard.rest(4))]
+        rest = [[p.tolist() for p in parts[0]] for parts, _, _ in _some(shard.batches(4))]
         assert rest == rows[4 if split else 2 :]
         assert sorted(batches.read) == [4, 5, 6, 7, 8]
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tests.helpers.cases import every
 from tfmw import data
+from tfmw.compat.pipelines import Pipeline
 from tfmw.data.by_index import joined
 from tfmw.data.seek import seek
 from tfmw.data.sharding import shard_dataset
@@ -67,12 +68,12 @@ def _flat(elements: Any) -> list[list[Any]]:
 @pytest.mark.parametrize("name", ZIPS)
 def test_a_zip_and_its_joined_form_have_the_same_elements(name: str) -> None:
     whole = ZIPS[name]()
-    same = joined(whole)
+    same = joined(Pipeline.of(whole))
     assert same is not None or name == "slices"
-    same = whole if same is None else same
-    assert same.element_spec == whole.element_spec
-    assert same.cardinality() == whole.cardinality()
-    assert _flat(same) == _flat(ZIPS[name]())
+    dataset = whole if same is None else same.dataset
+    assert dataset.element_spec == whole.element_spec
+    assert dataset.cardinality() == whole.cardinality()
+    assert _flat(dataset) == _flat(ZIPS[name]())
 
 
 @pytest.mark.parametrize("position", [0, 3])
@@ -86,7 +87,7 @@ def test_workers_divide_zips_in_their_order(name: str, position: int) -> None:
         shards = [
             list(
                 shard_dataset(
-                    pipeline(), data.Sharding(workers, rank), data.Order(seed=1), position
+                    pipeline(), data.Sharding(workers, rank), data.SharedOrder(seed=1), position
                 ).dataset.take(len(whole))
             )
             for rank in range(workers)
@@ -101,10 +102,10 @@ def test_workers_divide_zips_in_their_order(name: str, position: int) -> None:
 
 def test_a_zip_that_draws_seeded_numbers_or_holds_ragged_rows_is_left_alone() -> None:
     ragged = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]]))
-    assert joined(_zip((ragged.map(lambda row: row), _range()))) is None
+    assert joined(Pipeline.of(_zip((ragged.map(lambda row: row), _range())))) is None
     drawn = _range().map(lambda i: tf.random.uniform([], seed=3))
-    assert joined(_zip((drawn, _range()))) is None
-    assert joined(_zip((_generated(), _range()))) is None
+    assert joined(Pipeline.of(_zip((drawn, _range())))) is None
+    assert joined(Pipeline.of(_zip((_generated(), _range())))) is None
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def test_each_worker_opens_its_own_files_after_the_position(
     files = []
     for rank in range(2):
         source = data.Source(DIRECTORIES[name](folder))
-        shard = source.shard(data.Sharding(2, rank), data.Order(seed=3), position)
+        shard = source.shard(data.Sharding(2, rank), data.SharedOrder(seed=3), position)
         opened.clear()
         assert list(shard.dataset)
         files.append(list(opened))
@@ -207,7 +208,7 @@ def test_each_worker_cuts_its_own_windows_of_a_time_series(
     found: list[list[int]] = []
     for rank in range(2):
         source = data.Source(series())
-        shard = source.shard(data.Sharding(2, rank), data.Order(seed=3), position)
+        shard = source.shard(data.Sharding(2, rank), data.SharedOrder(seed=3), position)
         cut.clear()
         steps = list(shard.dataset)
         found += [parts[0][1][: int(counts[0])].numpy().tolist() for parts, counts, _ in steps]
@@ -215,7 +216,7 @@ def test_each_worker_cuts_its_own_windows_of_a_time_series(
     half = len(found) // 2
     assert found[:half] == [batch[::2] for batch in whole]
     assert found[half:] == [batch[1::2] for batch in whole]
-    alone = seek(data.ordered(series(), data.Order())[0], position)
+    alone = seek(data.ordered(Pipeline.of(series()), data.SharedOrder())[0], position)
     cut.clear()
     assert [np.asarray(y).tolist() for _, y in alone] == whole
     assert len(cut) == 2 * (N - position * B)
@@ -223,6 +224,6 @@ def test_each_worker_cuts_its_own_windows_of_a_time_series(
 
 def test_zips_of_zips_keep_their_components() -> None:
     a, b, c = (tf.data.Dataset.from_tensor_slices([k, k + 1]) for k in (0, 10, 20))
-    found = joined(tf.data.Dataset.zip((tf.data.Dataset.zip((a, b)), c)))
+    found = joined(Pipeline.of(tf.data.Dataset.zip((tf.data.Dataset.zip((a, b)), c))))
     assert found is not None
-    assert list(found.as_numpy_iterator()) == [((0, 10), 20), ((1, 11), 21)]
+    assert list(found.dataset.as_numpy_iterator()) == [((0, 10), 20), ((1, 11), 21)]

@@ -15,9 +15,10 @@ import tensorflow as tf
 from tests.helpers.cases import cases
 from tfmw import data
 from tfmw.cluster.group import Group
+from tfmw.compat import datasets, shuffles
 from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.errors import UsageError
-from tfmw.train.epoch_iterator import EpochIterator, Position
+from tfmw.train.epoch_iterator import EpochIterator
 
 EXAMPLES = 22
 
@@ -29,7 +30,7 @@ def shuffled() -> tf.data.Dataset:
 def iterator(
     dataset: tf.data.Dataset,
     sharding: data.Sharding,
-    position: Position | None = None,
+    position: data.Cursor | None = None,
     split: bool = True,
     group: Group | None = None,
 ) -> EpochIterator:
@@ -94,9 +95,9 @@ def test_a_position_has_the_orders_before_it(old: bool) -> None:
         if len(whole) == 6:
             epoch.end_epoch()
     position = epoch.position(in_epoch=True)
-    assert position.orders == [2 if old else 3]
+    assert position.source["orders"] == [2 if old else 3]
     if old:
-        position = dataclasses.replace(position, orders=None, orders_now=None, orders_left=None)
+        position = dataclasses.replace(position, source={})
     expected = read(epoch)
     again = shuffled()
     rest = iterator(again.batch(4), data.Sharding(), position)
@@ -356,3 +357,59 @@ def test_copies_on_a_device_are_left_to_the_step() -> None:
     copied, plain = (shuffled().batch(4) for _ in range(2))
     found = passes(copied.apply(to_device), data.Sharding(local_replicas=2), 2)
     assert found == passes(plain, data.Sharding(local_replicas=2), 2)
+
+
+@pytest.fixture
+def unknown_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A TensorFlow that keeps the place of a shuffle under another name."""
+    monkeypatch.setattr(shuffles, "_DRAWN", b"number_of_samples")
+    shuffles.has_known_states.cache_clear()
+    yield
+    shuffles.has_known_states.cache_clear()
+
+
+def _reordered(name: str) -> tf.data.Dataset:
+    if name == "repeated":
+        return shuffled().repeat(2).batch(4)
+    if name == "inside":
+        return tf.data.Dataset.zip((shuffled(), shuffled())).map(lambda a, _: a).batch(4)
+    return tf.data.Dataset.range(EXAMPLES).shuffle(EXAMPLES).map(lambda i: i).batch(4)
+
+
+@pytest.mark.usefixtures("unknown_states")
+@pytest.mark.parametrize("name", ["unseeded", "repeated", "inside"])
+def test_an_unknown_form_of_states_is_noticed_and_passes_are_read_again(name: str) -> None:
+    assert not shuffles.has_known_states()
+    positions, workers = [], []
+    for rank in range(2):
+        dataset = _reordered(name)
+        with datasets.substituted_global_seed(7):  # which both workers draw
+            epoch = iterator(dataset, data.Sharding(2, rank))
+        steps: list[list[list[int]]] = []
+        for _ in range(3):
+            epoch.begin_epoch()
+            steps.append(read(epoch, 2))
+            positions.append(epoch.position(in_epoch=True))
+            steps[-1] += read(epoch)
+            epoch.end_epoch()
+        workers.append(steps)
+    passes = [[a + b for a, b in zip(*both, strict=True)] for both in zip(*workers, strict=True)]
+    times = 2 if name == "repeated" else 1
+    for together in passes:
+        assert sorted(i for step in together for i in step) == sorted([*range(EXAMPLES)] * times)
+    assert len({str(together) for together in passes}) == 3, "each pass has an order of its own"
+    for rank in range(2):
+        resumed = iterator(_reordered(name), data.Sharding(2, rank), positions[3 * rank + 1])
+        for number in (1, 2):
+            resumed.begin_epoch()
+            assert read(resumed) == workers[rank][number][2 if number == 1 else 0 :]
+            resumed.end_epoch()
+
+
+@pytest.mark.usefixtures("unknown_states")
+def test_the_place_of_a_shuffle_in_an_unknown_state_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="keeps the place of a shuffle in a form that this"):
+        ShuffleSeeds(shuffled())
+    once = tf.data.Dataset.range(9).shuffle(9, reshuffle_each_iteration=False).batch(3)
+    with pytest.raises(UsageError, match="with a seed, or install a version"):
+        iterator(once, data.Sharding(2, 0))

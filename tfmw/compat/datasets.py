@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -18,23 +18,20 @@ from keras.src.trainers.data_adapters import (
     get_data_adapter,
 )
 from keras.src.trainers.data_adapters import tf_dataset_adapter as _tf_dataset_adapter
-from tensorflow.python.data.experimental.ops import (
-    iterator_model_ops,
-    prefetching_ops,
-    shuffle_ops,
-)
+from tensorflow.python.data.experimental.ops import iterator_model_ops
 from tensorflow.python.data.ops import (
     batch_op,
     cache_op,
     concatenate_op,
     dataset_ops,
     directed_interleave_op,
-    from_tensor_slices_op,
-    from_tensors_op,
+    flat_map_op,
+    interleave_op,
     map_op,
     padded_batch_op,
     prefetch_op,
     range_op,
+    readers,
     repeat_op,
     shard_op,
     shuffle_op,
@@ -91,158 +88,36 @@ def is_dataset(x: Any) -> bool:
 NoneTensorSpec = none_tensor.NoneTensorSpec
 """The spec of None in a dataset."""
 
-Batch = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
-
-PaddedBatch = (padded_batch_op._PaddedBatchDataset,)
-
-Map = (map_op._MapDataset, map_op._ParallelMapDataset)
-
-Shuffle = (shuffle_op._ShuffleDataset,)
-
-Repeat = (repeat_op._RepeatDataset,)
-
-Take = (take_op._TakeDataset,)
-
-Skip = (skip_op._SkipDataset,)
-
-Prefetch = (prefetch_op._PrefetchDataset,)
-
-Zip = (zip_op._ZipDataset,)
-
-Concatenate = (concatenate_op._ConcatenateDataset,)
-
-Range = (range_op._RangeDataset,)
-
-ShardNode = (shard_op._ShardDataset,)
-
-OptionsNode = (dataset_ops._OptionsDataset,)
-
-Cache = (cache_op.CacheDataset,)
-
-Same = (*Prefetch, *OptionsNode)
-"""Nodes with the elements of their input, in the same order."""
+KINDS: dict[Any, str] = {
+    batch_op._BatchDataset: "batch",
+    batch_op._ParallelBatchDataset: "batch",
+    cache_op.CacheDataset: "cache",
+    concatenate_op._ConcatenateDataset: "concatenate",
+    dataset_ops._OptionsDataset: "options",
+    directed_interleave_op._DirectedInterleaveDataset: "choose",
+    flat_map_op._FlatMapDataset: "flat_map",
+    interleave_op._InterleaveDataset: "interleave",
+    interleave_op._ParallelInterleaveDataset: "interleave",
+    map_op._MapDataset: "map",
+    map_op._ParallelMapDataset: "map",
+    padded_batch_op._PaddedBatchDataset: "padded_batch",
+    prefetch_op._PrefetchDataset: "prefetch",
+    range_op._RangeDataset: "range",
+    readers.ParallelInterleaveDataset: "interleave",  # of TensorFlow 1
+    repeat_op._RepeatDataset: "repeat",
+    shard_op._ShardDataset: "shard",
+    shuffle_op._ShuffleDataset: "shuffle",
+    skip_op._SkipDataset: "skip",
+    take_op._TakeDataset: "take",
+    zip_op._ZipDataset: "zip",
+}
+"""Names of the transformations that tfmw knows."""
 
 
-def dataset_input(node: tf.data.Dataset) -> tf.data.Dataset | None:
-    """The one dataset that `node` transforms; None for sources and for several inputs."""
-    inputs = dataset_inputs(node)
-    return inputs[0] if len(inputs) == 1 else None
-
-
-def dataset_inputs(node: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """The datasets that `node` transforms."""
-    # A `TextLineDataset` reads names of files from a dataset, and does not list it.
-    return [in_parts(each) for each in getattr(node, "_impl", node)._inputs()]
-
-
-def without_devices(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The elements on the CPU, of a pipeline that ends in copying them to another device."""
-    node = dataset
-    while isinstance(node, Same):
-        (node,) = dataset_inputs(node)
-    copies = isinstance(node, prefetching_ops._CopyToDeviceDataset)
-    return without_devices(node._input_dataset) if copies else dataset
-
-
-def in_parts(node: tf.data.Dataset) -> tf.data.Dataset:
-    """The `shuffle` and `repeat` that a `shuffle_and_repeat` joins; other nodes as they are.
-
-    Nothing outside of its iterators has the place of a `shuffle_and_repeat` in its orders.
-    """
-    if not isinstance(node, shuffle_ops._ShuffleAndRepeatDataset):
-        return node
-    if not hasattr(node, "_tfmw_parts"):
-        shuffle = shuffled(
-            *(node._input_dataset, node._buffer_size, (node._seed, node._seed2)),
-            reshuffle_each_iteration=True,
-        )
-        node._tfmw_parts = shuffle.repeat(node._count)
-    parts: tf.data.Dataset = node._tfmw_parts
-    return parts
-
-
-def chosen_by(node: tf.data.Dataset) -> tf.data.Dataset | None:
-    """The choices of a `choose_from_datasets` or `sample_from_datasets`; None of other nodes."""
-    known = isinstance(node, directed_interleave_op._DirectedInterleaveDataset)
-    return node._selector_input if known else None
-
-
-def every_node(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Yields all datasets of a pipeline: each before those that it transforms, in their order."""
-    todo = [dataset]
-    while todo:
-        node = todo.pop()
-        yield node
-        todo.extend(reversed(dataset_inputs(node)))
-
-
-def sliced_tensors(node: tf.data.Dataset) -> list[tf.Tensor] | None:
-    """The dense tensors [n, ...] that `from_tensor_slices` cuts; None for any other dataset."""
-    if type(node) is not from_tensor_slices_op._TensorSliceDataset:
-        return None
-    dense = all(type(s) is tf.TensorSpec for s in tf.nest.flatten(node.element_spec))
-    tensors: list[tf.Tensor] = node._tensors
-    eager = all(hasattr(tensor, "numpy") for tensor in tensors)
-    return list(tensors) if dense and eager else None
-
-
-def repeated_tensors(node: tf.data.Dataset) -> list[tf.Tensor] | None:
-    """The dense tensors of `from_tensors(...).repeat()`; None for any other dataset."""
-    if not isinstance(node, Repeat) or count_of(node) >= 0:
-        return None
-    (source,) = node._inputs()
-    if type(source) is not from_tensors_op._TensorDataset:
-        return None
-    tensors: list[tf.Tensor] = source._tensors
-    return list(tensors) if all(hasattr(tensor, "numpy") for tensor in tensors) else None
-
-
-def is_memory_cache(node: tf.data.Dataset) -> bool:
-    """Whether `node` caches elements in memory, and not in a file."""
-    return isinstance(node, Cache) and tf.get_static_value(node._filename) == b""
-
-
-def batch_arguments(node: tf.data.Dataset) -> tuple[int, bool]:
-    """(batch size, drop_remainder) of a batch node."""
-    size, drop = map(tf.get_static_value, (node._batch_size, node._drop_remainder))
-    return int(size), bool(drop)
-
-
-def count_of(node: tf.data.Dataset) -> int:
-    """The argument of a Take, Skip or Repeat node; -1 for everything."""
-    return -1 if node._count is None else int(tf.get_static_value(node._count))
-
-
-def buffer_size_of(shuffle: tf.data.Dataset) -> int:
-    """The buffer size of a shuffle."""
-    return int(tf.get_static_value(shuffle._buffer_size))
-
-
-def shard_arguments(node: tf.data.Dataset) -> tuple[int, int]:
-    """(number of shards, index) of a `shard` node."""
-    return int(tf.get_static_value(node._num_shards)), int(tf.get_static_value(node._index))
-
-
-def range_arguments(node: tf.data.Dataset) -> tuple[int, int, int, tf.DType]:
-    """(start, stop, step, type) of a `range` node."""
-    values = (int(tf.get_static_value(t)) for t in (node._start, node._stop, node._step))
-    return *values, node.element_spec.dtype
-
-
-def zipped(node: tf.data.Dataset, parts: Sequence[tf.data.Dataset]) -> tf.data.Dataset:
-    """The zip of other datasets, in the structure of `node`."""
-    return tf.data.Dataset.zip(tf.nest.pack_sequence_as(node._datasets, parts))
-
-
-def as_zipped(node: tf.data.Dataset, elements: Sequence[Any]) -> Any:
-    """The element of a zip, of those of its inputs."""
-    return tf.nest.pack_sequence_as(node._datasets, elements)
-
-
-def mapped(node: tf.data.Dataset, element: Any) -> Any:
-    """The result of a map node for an element of dense tensors, within another function."""
-    results = node._map_func.function(*tf.nest.flatten(element))
-    return tf.nest.pack_sequence_as(node.element_spec, tf.nest.flatten(results))
+def kind_of(dataset: tf.data.Dataset) -> str:
+    """The transformation of a dataset, such as "batch"; the name of its class for other ones."""
+    kinds = (KINDS.get(each) for each in type(dataset).__mro__)
+    return next((kind for kind in kinds if kind), type(dataset).__name__)
 
 
 def map_graph_nodes(node: tf.data.Dataset) -> list[Any]:
@@ -263,7 +138,7 @@ def is_pure(node: tf.data.Dataset) -> bool:
     Random ops without a seed differ in every run anyway. Python functions cannot be inspected, and
     are treated as pure.
     """
-    if not isinstance(node, Map):
+    if kind_of(node) != "map":
         return True
     for operation in map_graph_nodes(node):
         if operation.op.startswith("Assign"):
@@ -272,12 +147,6 @@ def is_pure(node: tf.data.Dataset) -> bool:
             if operation.attr["seed"].i or operation.attr["seed2"].i:
                 return False
     return True
-
-
-def shuffle_seeds(node: tf.data.Dataset) -> list[int] | None:
-    """The two seeds of a shuffle, 0 and 0 if it has none; None if they are not constants."""
-    seeds = [tf.get_static_value(node._seed), tf.get_static_value(node._seed2)]
-    return None if any(s is None for s in seeds) else [int(s) for s in seeds]
 
 
 def shuffled(
@@ -315,69 +184,7 @@ def generator_of(small: tf.data.Dataset) -> tf.Tensor:
     return handle()
 
 
-def reshuffles(node: tf.data.Dataset) -> bool:
-    """Whether a shuffle has a new order in each pass."""
-    return node._reshuffle_each_iteration is not False
-
-
-def original(node: tf.data.Dataset) -> tf.data.Dataset:
-    """The user's shuffle, of one that is `rebuilt`."""
-    return getattr(node, "_tfmw_original", node)
-
-
-def small(node: tf.data.Dataset) -> tf.data.Dataset | None:
-    """A shuffle of one element with the generator of a `rebuilt` shuffle; None of others."""
-    found: tf.data.Dataset | None = getattr(node, "_tfmw_small", None)
-    return found
-
-
-def reads_a_service(dataset: tf.data.Dataset) -> bool:
-    """Whether elements come from tf.data's service."""
-    return any(type(n).__name__.startswith("_DataServiceDataset") for n in every_node(dataset))
-
-
-def dataset_constants(dataset: tf.data.Dataset) -> Iterator[tuple[str, str, Any]]:
-    """Yields (transformation, argument, eager tensor) for the constants of a pipeline's nodes.
-
-    Excludes seeds and buffer sizes, which do not determine the elements, and the files of caches.
-    """
-    todo = [dataset]
-    while todo:
-        node = todo.pop()
-        kind = type(node).__name__.strip("_").removesuffix("V2").removesuffix("Dataset")
-        for name, value in vars(node).items():
-            if name in _NOT_DATA or kind in ("Cache", "Snapshot", "Save"):
-                continue
-            for leaf in value if isinstance(value, list) else [value]:
-                if isinstance(leaf, tf.Tensor) and leaf.dtype not in (tf.variant, tf.resource):
-                    yield kind, name.strip("_"), leaf
-        todo.extend(reversed(node._inputs()))
-
-
-def dataset_functions(dataset: tf.data.Dataset) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Yields (NodeDefs, captured eager tensors) for every function of a pipeline's nodes."""
-    for node in every_node(dataset):
-        for wrapper in node._functions():
-            captured = [
-                tensor
-                for tensor in wrapper.function.captured_inputs
-                if tensor.dtype not in (tf.variant, tf.resource) and hasattr(tensor, "numpy")
-            ]
-            yield function_bodies(wrapper), captured
-
-
 _PASSIVE = frozenset({"Root", "Prefetch", "Model", "Options", "FiniteTake"})  # stages
-
-_NOT_DATA = {
-    "_variant_tensor_attr",
-    "_seed",
-    "_seed2",
-    "_buffer_size",
-    "_num_parallel_calls",
-    "_num_parallel_reads",
-    "_cycle_length",
-    "_block_length",
-}
 
 
 def dataset_graph(dataset: tf.data.Dataset, for_other_process: bool = False) -> Any:
@@ -442,7 +249,7 @@ def seed_state() -> Mapping[str, Any]:
     sequence = source_of_seeds()
     return {
         "tensorflow": (global_seed(), sequence and sequence.getstate()),
-        # Of `keras.utils.set_random_seed`; the oldest Keras keeps none.
+        # The seed of `keras.utils.set_random_seed`; the oldest Keras keeps none.
         "keras": global_state.get_global_attribute("global_random_seed"),
     }
 
@@ -485,13 +292,7 @@ def slowest_stage(iterator: Any) -> tuple[str, float] | None:
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (cache_op, "CacheDataset"),
-    (from_tensor_slices_op, "_TensorSliceDataset"),
-    (from_tensors_op, "_TensorDataset"),
-    (prefetching_ops, "_CopyToDeviceDataset"),
-    (shuffle_ops, "_ShuffleAndRepeatDataset"),
     (gen_dataset_ops, "dummy_seed_generator"),
-    (dataset_ops.DatasetV2, "_inputs"),
-    (dataset_ops.DatasetV2, "_functions"),
     (global_state, "get_global_attribute"),
     (_tf_config, "is_op_determinism_enabled"),
     (iterator_model_ops, "get_model_proto"),

@@ -11,7 +11,7 @@ from tensorflow.python.data.ops import dataset_ops, flat_map_op
 from tensorflow.python.data.util import structure
 from tensorflow.python.ops import script_ops
 
-from tfmw.compat.datasets import every_node
+from tfmw.compat.pipelines import Pipeline
 
 
 def watch_generators(
@@ -29,9 +29,9 @@ def watch_generators(
         reads more than once, are not: their order of reading is not fixed.
     """
     named = [
-        (name, node.element_spec)
-        for node in every_node(dataset)
-        if (name := _next_function(node)) is not None
+        (name, node.dataset.element_spec)
+        for node in Pipeline.of(dataset).nodes
+        if (name := _next_function(node.dataset)) is not None
     ]
     names = [name for name, _ in named]
     once = [(name, spec) for name, spec in named if names.count(name) == 1]

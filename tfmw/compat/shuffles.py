@@ -28,6 +28,7 @@ from tensorflow.core.framework import tensor_pb2
 from tensorflow.python.data.ops import iterator_ops
 
 from tfmw.compat import datasets
+from tfmw.errors import UsageError
 
 _BLOCK = 1 << 17
 _PHILOX = tf.random.Algorithm.PHILOX.value
@@ -121,6 +122,28 @@ def has_known_order() -> bool:
     return True
 
 
+@functools.cache
+def has_known_states() -> bool:
+    """Whether the place of a shuffle is read and set as this TensorFlow keeps it: a test of both.
+
+    Where it is not, each pass has a shuffle of its own, and a resumed one is read again.
+    """
+    seeds = [3, 2**40 + 5]
+    shuffle, same = (datasets.shuffled(tf.data.Dataset.range(9), 9, seeds, True) for _ in range(2))
+    expected = list(same.batch(9).repeat(3).as_numpy_iterator())
+    fixed = datasets.small_shuffle(seeds, reshuffle_each_iteration=False)
+    try:
+        place = ShuffleSeeds(shuffle, tested=True)
+        found = place.passes == 0 and ShuffleSeeds(fixed, tested=True).pair == seeds
+        for number in (2, 0):
+            place._set(number * _PER_PASS)
+            found &= np.array_equal(next(iter(shuffle.batch(9))), expected[number])
+            found &= place.passes == number + 1
+        return found
+    except Exception:  # whatever another form of the state raises
+        return False
+
+
 def _random(seeds: Sequence[int], first: int, count: int) -> np.ndarray:
     """int64 [count]: 32-bit samples first, first + 1, ... of Philox4x32-10.
 
@@ -142,9 +165,18 @@ class ShuffleSeeds:
     """The seeds of the shuffle that `dataset` ends in.
 
     No element is read: a shuffle opens its input at its first element.
+
+    Raises:
+        UsageError: not `has_known_states`.
     """
 
-    def __init__(self, dataset: tf.data.Dataset):
+    def __init__(self, dataset: tf.data.Dataset, tested: bool = False):
+        if not tested and not has_known_states():
+            raise UsageError(
+                f"TensorFlow {tf.__version__} keeps the place of a shuffle in a form that this "
+                "version of tfmw does not know: pass shuffle(..., reshuffle_each_iteration=False) "
+                "with a seed, or install a version of TensorFlow that tfmw supports."
+            )
         self._dataset = dataset
         self._iterator = iter(dataset)
         self._number = 0  # of the shuffle's state, among those of all iterators

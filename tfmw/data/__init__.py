@@ -21,10 +21,11 @@ from tfmw.data.source import Source as Source
 from tfmw.data.source import empty_dataset as empty_dataset
 from tfmw.data.tfds_files import tfds
 from tfmw.data.values import INFINITE as INFINITE
-from tfmw.data.values import Order as Order
+from tfmw.data.values import Cursor as Cursor
 from tfmw.data.values import Shard as Shard
 from tfmw.data.values import Sharding as Sharding
 from tfmw.data.values import ShardSizes as ShardSizes
+from tfmw.data.values import SharedOrder as SharedOrder
 from tfmw.data.whole_batches import step_of as step_of
 
 # The public names. The others, imported as themselves, are for the rooms above.

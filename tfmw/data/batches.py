@@ -9,68 +9,24 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.compat import datasets, rebuilding
-from tfmw.data.values import INFINITE, Sharding
+from tfmw.data.values import Sharding
 
 # tfmw's own functions on batches have no Python control flow to convert. Each conversion would take
 # about 0.1 s, also after each restart.
 without_autograph = tf.autograph.experimental.do_not_convert
 
 
-def input_of(node: tf.data.Dataset) -> tf.data.Dataset:
-    """The dataset that `node` transforms."""
-    below = datasets.dataset_input(node)
-    assert below is not None, f"{type(node).__name__} transforms one dataset"
-    return below
-
-
-def beneath(node: tf.data.Dataset, kinds: tuple[type, ...]) -> tf.data.Dataset:
-    """The first node of a pipeline, from its end, that is none of these kinds."""
-    while isinstance(node, kinds):
-        node = input_of(node)
-    return node
-
-
-def steps_in(dataset: tf.data.Dataset) -> int | None:
-    """The number of elements; INFINITE; None if unknown."""
-    cardinality = int(dataset.cardinality())
-    if cardinality == tf.data.INFINITE_CARDINALITY or cardinality > ENDLESS:
-        return None if _ends_with_choices(dataset) else INFINITE
-    return None if cardinality < 0 else cardinality
-
-
-def _ends_with_choices(dataset: tf.data.Dataset) -> bool:
-    """Whether a pipeline that tf.data calls infinite ends with its choices between datasets."""
-    node: tf.data.Dataset | None = dataset
-    while node is not None:
-        if isinstance(node, datasets.Repeat) and datasets.count_of(node) < 0:
-            return False
-        if (choices := datasets.chosen_by(node)) is not None:
-            return steps_in(choices) != INFINITE
-        node = datasets.dataset_input(node)
-    return False
-
-
-ENDLESS = 1 << 48  # sources that repeat for ever have a length of 2**63, or a batch of it
-
-
-def element_of(dataset: tf.data.Dataset) -> Callable[[tuple[Any, ...]], Any]:
-    """A function that restores an element from the arguments into which map() unpacks it.
+def map_elements(
+    dataset: tf.data.Dataset, function: Callable[[Any], Any], **options: Any
+) -> tf.data.Dataset:
+    """`dataset.map` of a function that gets each element as one argument.
 
     map() passes the members of a tuple one by one, so the arguments for `x` and `(x,)` are the
     same. If x is itself a tuple, Keras would treat its members as inputs and labels.
     """
     if type(dataset.element_spec) is tuple:
-        return lambda arguments: arguments
-    return lambda arguments: arguments[0]
-
-
-def spec_of(dataset: tf.data.Dataset) -> Any:
-    """Structure of tf.TypeSpec, of an element as the model gets it: None for inputs that are."""
-    return tf.nest.map_structure(
-        lambda spec: None if isinstance(spec, datasets.NoneTensorSpec) else spec,
-        dataset.element_spec,
-    )
+        return dataset.map(without_autograph(lambda *element: function(element)), **options)
+    return dataset.map(without_autograph(lambda element: function(element)), **options)
 
 
 def without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -81,14 +37,11 @@ def without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """
     if not any(isinstance(spec, tf.OptionalSpec) for spec in tf.nest.flatten(dataset.element_spec)):
         return dataset
-    element = element_of(dataset)
 
-    def convert(*arguments: Any) -> Any:
-        return tf.nest.map_structure(
-            lambda t: None if isinstance(t, tf.experimental.Optional) else t, element(arguments)
-        )
+    def leaf(value: Any) -> Any:
+        return None if isinstance(value, tf.experimental.Optional) else value
 
-    return dataset.map(without_autograph(convert))
+    return map_elements(dataset, lambda element: tf.nest.map_structure(leaf, element))
 
 
 def map_tensors(function: Callable[[Any], Any], structure: Any) -> Any:
@@ -159,7 +112,7 @@ def gather_rows(tensor: Any, rows: tf.Tensor) -> Any:
     if not isinstance(tensor, tf.SparseTensor):
         return tf.gather(tensor, rows)
     count = tf.size(rows, out_type=tf.int64)
-    # Of each row of the tensor its place in the result, -1 where it has none.
+    # The place of each row of the tensor in the result, -1 where it has none.
     places = tf.fill([tensor.dense_shape[0]], np.int64(-1))
     places = tf.tensor_scatter_nd_update(places, rows[:, None], tf.range(count))
     row_of_value = tf.gather(places, tensor.indices[:, 0])
@@ -186,8 +139,8 @@ def zeros(spec: Any, rows: int) -> Any:
             return tf.RaggedTensor.from_nested_row_splits(flat, splits)
         shape = [rows, *[d or rows for d in s.shape[1:]]]
         if isinstance(s, tf.SparseTensorSpec):
-            nothing: np.ndarray = np.zeros([0, s.shape.rank], np.int64)
-            return tf.SparseTensor(nothing, tf.zeros([0], s.dtype), shape)
+            no_indices: np.ndarray = np.zeros([0, s.shape.rank], np.int64)
+            return tf.SparseTensor(no_indices, tf.zeros([0], s.dtype), shape)
         return tf.zeros(shape, s.dtype)
 
     return map_tensors(leaf, spec)
@@ -244,21 +197,6 @@ def _either(condition: tf.Tensor, one: Any, other: Any) -> Any:
     if isinstance(out, tf.Tensor):
         out.set_shape([None, *one.shape[1:]])
     return out
-
-
-def global_batch_size(dataset: tf.data.Dataset) -> int | None:
-    """The size of all batches but the last, if the pipeline has a constant one."""
-    node = beneath(dataset, rebuilding.MOVES)
-    if isinstance(node, datasets.Batch):
-        return datasets.batch_arguments(node)[0]
-    return static_batch_size(spec_of(dataset))
-
-
-def static_batch_size(spec: Any) -> int | None:
-    """The leading dimension of a batch's first tensor, if its spec has one."""
-    first = next(s for s in tf.nest.flatten(spec) if s is not None)
-    size: int | None = first.shape[0]
-    return size
 
 
 def configured(

@@ -20,9 +20,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw.compat import datasets, rebuilding
-from tfmw.data.batches import ENDLESS, input_of, steps_in, without_autograph
-from tfmw.data.values import INFINITE
+from tfmw.compat.pipelines import ENDLESS, INFINITE, MOVES, SAME, Pipeline
+from tfmw.data.batches import without_autograph
 from tfmw.errors import UsageError
 
 
@@ -96,9 +95,9 @@ def from_index(source: Any, *, in_threads: bool = False) -> tf.data.Dataset:
     return dataset
 
 
-def rows_under(dataset: tf.data.Dataset) -> Rows | None:
-    """The rows that a result of `from_index` reads; None for other datasets."""
-    rows: Rows | None = getattr(dataset, "_tfmw_rows", None)
+def rows_under(pipeline: Pipeline) -> Rows | None:
+    """The rows that a result of `from_index` reads; None for other pipelines."""
+    rows: Rows | None = getattr(pipeline.dataset, "_tfmw_rows", None)
     return rows
 
 
@@ -159,7 +158,7 @@ def _array(leaf: Any) -> np.ndarray:
 
 
 def _spec(batches: Sequence[Any]) -> Any:
-    """Of one row, from batches of one row; dimensions in which they differ are None."""
+    """The spec of one row, from batches of one row; dimensions in which they differ are None."""
 
     def leaf(*values: Any) -> tf.TensorSpec:
         arrays = [_array(value) for value in values]
@@ -180,29 +179,27 @@ def _spec(batches: Sequence[Any]) -> Any:
 class Indexed:
     """A pipeline of single examples over arrays, or over `Rows`."""
 
-    indices: tf.data.Dataset  # int64 [] of each example, in the pipeline's order
-    source: tf.data.Dataset  # the examples in the order of their index
+    indices: Pipeline  # int64 [] of each example, in the pipeline's order
+    source: Pipeline  # the examples in the order of their index
 
     @classmethod
-    def of(cls, dataset: tf.data.Dataset) -> Indexed | None:
-        """None where the pipeline does anything else, or has sparse or ragged examples."""
-        node, passed = peeled(
-            dataset, lambda n: isinstance(n, rebuilding.MOVES) or datasets.is_memory_cache(n)
-        )
+    def of(cls, pipeline: Pipeline) -> Indexed | None:
+        """Separates indices from examples; None for pipelines that do anything else."""
+        node, passed = peeled(pipeline, lambda n: n.kind in MOVES or n.is_memory_cache)
         # A cache of arrays, which are in memory, changes nothing.
-        chain = [each for each in passed if not datasets.is_memory_cache(each)]
-        cached = itertools.dropwhile(lambda n: not datasets.is_memory_cache(n), passed)
-        if any(isinstance(each, datasets.Shuffle) for each in cached):
+        chain = [each for each in passed if not each.is_memory_cache]
+        cached = itertools.dropwhile(lambda n: not n.is_memory_cache, passed)
+        if any(each.kind == "shuffle" for each in cached):
             return None  # every pass has the order of the first one
         if rows_under(node) is not None:
             if len(chain) < len(passed):
                 return None  # reading again is what the cache saves
-        elif datasets.sliced_tensors(node) is None:
+        elif node.sliced_tensors is None:
             return None
-        indices = tf.data.Dataset.range(int(node.cardinality()))
+        indices = tf.data.Dataset.range(int(node.dataset.cardinality()))
         for move in reversed(chain):
-            indices = rebuilding.rebuilt(move, indices)
-        return cls(indices, node)
+            indices = move.on(indices)
+        return cls(Pipeline.of(indices), node)
 
     @property
     def rows(self) -> Rows | None:
@@ -215,9 +212,7 @@ class Indexed:
         return element_at(self.source, indices) if rows is None else rows.examples(indices)
 
 
-def peeled(
-    node: tf.data.Dataset, passes: Callable[[tf.data.Dataset], bool]
-) -> tuple[tf.data.Dataset, list[tf.data.Dataset]]:
+def peeled(node: Pipeline, passes: Callable[[Pipeline], bool]) -> tuple[Pipeline, list[Pipeline]]:
     """A pipeline without the nodes at its end that `passes`, and without zips that can be `joined`.
 
     Returns:
@@ -226,82 +221,70 @@ def peeled(
     removed = []
     while passes(node := joined(node) or node):
         removed.append(node)
-        node = input_of(node)
+        node = node.input
     return node, removed
 
 
-def joined(node: tf.data.Dataset) -> tf.data.Dataset | None:
+def joined(pipeline: Pipeline) -> Pipeline | None:
     """A zip with its maps above it; None for others, and if that changes nothing."""
-    if not isinstance(node, datasets.Zip):
+    if pipeline.kind != "zip":
         return None
-    nodes, inputs = [node], []  # of each node the numbers of its inputs
-    for each in nodes:
-        below: list[tf.data.Dataset] = []
-        if isinstance(each, datasets.Zip):
-            below = datasets.dataset_inputs(each)
-        elif isinstance(each, (*datasets.Map, *datasets.Same)) and datasets.is_pure(each):
-            below = [input_of(each)]
-        inputs.append(range(len(nodes), len(nodes) + len(below)))
-        nodes.extend(below)
-    specs = [spec for each in nodes for spec in tf.nest.flatten(each.element_spec)]
+    walked, todo = [], [pipeline]  # in the order of the element's components
+    while todo:
+        node = todo.pop()
+        inner = node.kind == "zip" or (node.kind in ("map", *SAME) and node.is_pure)
+        walked.append((node, inner))
+        todo += reversed(node.inputs if inner else [])
+    specs = [spec for node, _ in walked for spec in tf.nest.flatten(node.dataset.element_spec)]
     if not all(type(spec) is tf.TensorSpec for spec in specs):
         return None
-    leaves, todo = [], [0]
-    while todo:  # in the order of the element's components
-        number = todo.pop()
-        todo += reversed(inputs[number])
-        leaves += [] if inputs[number] else [number]
-    maps = [
-        nodes[k] for k, below in enumerate(inputs) if below and isinstance(nodes[k], datasets.Map)
-    ]
+    maps = [node for node, inner in walked if inner and node.kind == "map"]
+    leaves = [node for node, inner in walked if not inner]
 
-    def element(elements: dict[int, Any]) -> Any:
-        """The zip's, of those of the leaves."""
-        values = dict(elements)
-        for number in reversed(range(len(nodes))):
-            each, below = nodes[number], [values[i] for i in inputs[number]]
-            if isinstance(each, datasets.Zip):
-                values[number] = datasets.as_zipped(each, below)
-            elif below:
-                (values[number],) = below
-                if isinstance(each, datasets.Map):
-                    values[number] = datasets.mapped(each, below[0])
+    def element(elements: Sequence[Any]) -> Any:
+        """The zip's element, from those of the leaves."""
+        left, values = list(elements), []
+        for node, inner in reversed(walked):
+            if not inner:
+                values.append(left.pop())
+            elif node.kind == "zip":
+                values.append(node.zipped([values.pop() for _ in node.inputs]))
+            elif node.kind == "map":
+                values.append(node.mapped(values.pop()))
         return values[0]
 
-    slices = [datasets.sliced_tensors(nodes[number]) for number in leaves]
-    length = steps_in(node)
-    by_index = length not in (None, INFINITE) and all(has_index(nodes[k]) for k in leaves)
+    slices = [leaf.sliced_tensors for leaf in leaves]
+    length = pipeline.length
+    by_index = length not in (None, INFINITE) and all(map(has_index, leaves))
     if by_index and not maps and None not in slices:
         tensors = [tensor[:length] for of_leaf in slices for tensor in of_leaf or ()]
-        structure = tf.nest.pack_sequence_as(node.element_spec, tensors)
-        return tf.data.Dataset.from_tensor_slices(structure)
+        structure = tf.nest.pack_sequence_as(pipeline.dataset.element_spec, tensors)
+        return Pipeline.of(tf.data.Dataset.from_tensor_slices(structure))
     if not by_index and not maps:
         return None
 
     def function(*parts: Any) -> Any:
-        if by_index:
-            return element({number: element_at(nodes[number], parts[0]) for number in leaves})
-        return element(dict(zip(leaves, parts, strict=True)))
+        return element([element_at(leaf, parts[0]) for leaf in leaves] if by_index else parts)
 
-    source: tf.data.Dataset = tf.data.Dataset.zip(tuple(nodes[number] for number in leaves))
+    source = tf.data.Dataset.zip(tuple(leaf.dataset for leaf in leaves))
     source = tf.data.Dataset.range(length) if by_index else source
-    parallel = any(getattr(each, "_num_parallel_calls", None) is not None for each in maps)
     calls: dict[str, Any] = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
-    return source.map(without_autograph(function), **(calls if parallel else {}))
+    parallel = calls if any(each.is_parallel for each in maps) else {}
+    return Pipeline.of(source.map(without_autograph(function), **parallel))
 
 
-def has_index(leaf: tf.data.Dataset) -> bool:
+def has_index(leaf: Pipeline) -> bool:
     """Whether `element_at` has the elements of a source."""
-    known = datasets.sliced_tensors(leaf), datasets.repeated_tensors(leaf)
-    return isinstance(leaf, datasets.Range) or any(tensors is not None for tensors in known)
+    known = leaf.sliced_tensors, leaf.repeated_tensors
+    return leaf.kind == "range" or any(tensors is not None for tensors in known)
 
 
-def element_at(leaf: tf.data.Dataset, index: tf.Tensor) -> Any:
+def element_at(leaf: Pipeline, index: tf.Tensor) -> Any:
     """The element of a source at an index, int64 []; of arrays also those at indices [k]."""
-    if isinstance(leaf, datasets.Range):
-        start, _, step, kind = datasets.range_arguments(leaf)
+    if leaf.kind == "range":
+        start, _, step, kind = leaf.range
         return tf.cast(start + index * step, kind)
-    tensors = datasets.repeated_tensors(leaf)
+    tensors = leaf.repeated_tensors
     if tensors is None:
-        tensors = [tf.gather(tensor, index) for tensor in datasets.sliced_tensors(leaf) or ()]
-    return tf.nest.pack_sequence_as(leaf.element_spec, tensors)
+        tensors = [tf.gather(tensor, index) for tensor in leaf.sliced_tensors or ()]
+    return tf.nest.pack_sequence_as(leaf.dataset.element_spec, tensors)

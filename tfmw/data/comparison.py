@@ -27,7 +27,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw.compat import datasets, rebuilding
+from tfmw.compat import datasets
+from tfmw.compat.pipelines import Pipeline
 from tfmw.data.values import Sharding
 from tfmw.errors import UsageError
 
@@ -92,9 +93,10 @@ def _short(value: Any) -> str:
 def _described(x: Any) -> Iterator[tuple[str, Any]]:
     """(description, JSON value) of each item that must be equal on all workers."""
     if datasets.is_dataset(x):
-        for kind, argument, tensor in datasets.dataset_constants(x):
+        pipeline = Pipeline.of(x)
+        for kind, argument, tensor in pipeline.constants():
             yield f"{argument} of {kind}", _constant(_numpy(tensor))
-        for bodies, captured in datasets.dataset_functions(x):
+        for bodies, captured in pipeline.functions():
             yield from _described_function(bodies, captured)
     elif isinstance(x, keras.utils.PyDataset):
         yield "number of batches", x.num_batches
@@ -211,16 +213,16 @@ def _file(path: str) -> list[Any] | None:
         return None
 
 
-def refuse_own_elements(dataset: tf.data.Dataset, sharding: Sharding) -> None:
+def refuse_own_elements(pipeline: Pipeline, sharding: Sharding) -> None:
     """Raises if the workers' copies of a pipeline would have different elements."""
-    if datasets.reads_a_service(dataset):
+    if pipeline.reads_a_service:
         raise UsageError(
             "the dataset comes from tf.data's service, which promises each example at most once, "
             "in no order, and cannot go back to a position: a resumed run would differ. Pass the "
             "dataset before distribute(), which tfmw divides; or accept the weaker promise by "
             "tfmw.data.at_most_once(dataset), batched by the batch size of one replica."
         )
-    if sharding.workers > 1 and (kind := rebuilding.selects_at_random(dataset)) is not None:
+    if sharding.workers > 1 and (kind := pipeline.random_selection) is not None:
         raise UsageError(
             f"the {kind} of the dataset chooses elements by random numbers without a seed: each "
             "worker would have others, and lose examples or read them twice. Choose by "

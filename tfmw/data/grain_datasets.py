@@ -154,7 +154,7 @@ class GrainHooks(EpochHooks):
         except (AttributeError, NotImplementedError, TypeError, ValueError):
             pass  # a resumed run reads the batches before again, and says so
 
-    def state_at(self, batches: int) -> Any:
+    def state(self, batches: int) -> Any:
         return self._states.get(batches)
 
     def restore(self, state: Any, seed: int, passes: int) -> None:

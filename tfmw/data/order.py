@@ -13,16 +13,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.compat import datasets, rebuilding
+from tfmw.compat import datasets
 from tfmw.compat.graph import inputs_first
-from tfmw.compat.rebuilding import file_reader
-from tfmw.compat.shuffles import ShuffleSeeds
-from tfmw.data.batches import input_of
+from tfmw.compat.pipelines import REBUILDABLE, Pipeline
+from tfmw.compat.shuffles import ShuffleSeeds, has_known_states
 from tfmw.data.cache_files import own_file
 from tfmw.data.reshuffles import (
     SEED_INPUTS,
     Reshuffled,
-    Reshuffles,
+    ShuffleProgress,
     constant_of,
     generators_in,
     name_of,
@@ -32,11 +31,11 @@ from tfmw.data.reshuffles import (
     share,
     shuffle_of,
 )
-from tfmw.data.values import Order
+from tfmw.data.values import SharedOrder
 from tfmw.errors import UsageError
 
 
-def ordered(dataset: tf.data.Dataset, order: Order) -> tuple[tf.data.Dataset, Reshuffles]:
+def ordered(pipeline: Pipeline, order: SharedOrder) -> tuple[Pipeline, ShuffleProgress]:
     """The same pipeline with the chief's seeds, in a deterministic order.
 
     Returns:
@@ -45,58 +44,60 @@ def ordered(dataset: tf.data.Dataset, order: Order) -> tuple[tf.data.Dataset, Re
     Raises:
         UsageError: workers have different datasets.
     """
-    if not rebuilding.may_shuffle_inside(dataset):
-        return dataset, Reshuffles()
-    chain = []
-    node = dataset
-    while isinstance(node, rebuilding.REBUILDABLE) or rebuilding.may_shuffle_inside(node):
-        if isinstance(node, rebuilding.REBUILDABLE):
-            below = input_of(node)
-        elif (reader := file_reader(node)) is not None:
-            below = reader.input
-        else:
-            break
-        chain.append(node)
-        node = below
+    if not pipeline.may_reorder:
+        return pipeline, ShuffleProgress()
+    chain, below = [], pipeline
+    while below.kind in REBUILDABLE or (below.may_reorder and below.reader is not None):
+        chain.append(below)
+        below = below.input
     pairs: list[Reshuffled] = []
+    node = below.dataset
     # Only the graph shows the rest; in-memory arrays are kept out of that graph if possible.
-    if rebuilding.may_shuffle_inside(node):
-        node, pairs = _ordered_by_graph(node, order)
-    shuffles = [n for n in reversed(chain) if isinstance(n, datasets.Shuffle)]
-    seeds = iter(_agreed([_seeds(n) for n in shuffles], order))
-    for transformation in reversed(chain):
-        if isinstance(transformation, datasets.Shuffle):
-            node = rebuilding.rebuilt(transformation, node, next(seeds))
-            if datasets.reshuffles(transformation):
-                pairs.append((datasets.original(transformation), node, ""))
-        elif (reader := file_reader(transformation)) is not None:
-            node = reader.rebuilt(node, reader.cycle_length or order.cycle_length(reader.calls))
+    if below.may_reorder:
+        node, pairs = _ordered_by_graph(below, order)
+    shuffles = [each for each in reversed(chain) if each.kind == "shuffle"]
+    seeds = iter(_agreed([(_seeds(each), each.reshuffles) for each in shuffles], order))
+    for each in reversed(chain):
+        if each.kind == "shuffle":
+            node = each.on(node, next(seeds))
+            if each.reshuffles:
+                pairs.append((each.original, node, ""))
+        elif (reader := each.reader) is not None:
+            node = reader.on(node, reader.cycle_length or order.cycle_length(reader.calls))
         else:
-            node = rebuilding.rebuilt(transformation, node)
+            node = each.on(node)
     options = tf.data.Options()
     options.deterministic = True
-    return node.with_options(options), Reshuffles(pairs)
+    known = pairs if pairs and has_known_states() else []
+    return Pipeline.of(node.with_options(options)), ShuffleProgress(known)
 
 
-def reshuffles_of(dataset: tf.data.Dataset) -> Reshuffles:
-    """The reshuffling shuffles of a dataset that is read as it is."""
-    shuffles = (n for n in datasets.every_node(dataset) if isinstance(n, datasets.Shuffle))
-    return Reshuffles([(node, node, "") for node in shuffles if datasets.reshuffles(node)])
+def reshuffles_of(pipeline: Pipeline) -> ShuffleProgress:
+    """The reshuffling shuffles of a pipeline that is read as it is."""
+    shuffles = [node.dataset for node in pipeline.nodes if node.reshuffles]
+    return ShuffleProgress([(shuffle, shuffle, "") for shuffle in shuffles])
 
 
-def _seeds(shuffle: tf.data.Dataset) -> list[int] | None:
+def _seeds(shuffle: Pipeline) -> list[int] | None:
     """The seeds of a shuffle, also if it has drawn the seeds of its only order by itself."""
-    pair = datasets.shuffle_seeds(shuffle)
-    if pair is not None and not any(pair) and not datasets.reshuffles(shuffle):
-        return ShuffleSeeds(datasets.original(shuffle)).pair
+    pair = shuffle.seeds
+    if pair is not None and not any(pair) and not shuffle.reshuffles:
+        return ShuffleSeeds(shuffle.original).pair
     return pair
 
 
-def _agreed(local: list[list[int] | None], order: Order) -> list[list[int] | None]:
-    """The chief's pairs of seeds, drawn for shuffles without a seed."""
+def _agreed(
+    local: list[tuple[list[int] | None, bool]], order: SharedOrder
+) -> list[list[int] | None]:
+    """The chief's pairs of seeds, drawn for shuffles without a seed.
+
+    Args:
+        local: (this worker's pair, whether the shuffle has a new order in each pass).
+        order: the source of seeds.
+    """
     drawn = [
         [order.seed, i + 1] if pair is not None and not any(pair) else pair
-        for i, pair in enumerate(local)
+        for i, (pair, _) in enumerate(local)
     ]
     seeds: list[list[int] | None] = order.agree(drawn)
     if len(seeds) != len(local):
@@ -104,6 +105,10 @@ def _agreed(local: list[list[int] | None], order: Order) -> list[list[int] | Non
             f"workers have different datasets: the chief's has {len(seeds)} shuffles, this "
             f"worker's has {len(local)}. Build the same pipeline on every worker; tfmw divides it."
         )
+    if any(again for _, again in local) and not has_known_states():
+        # Each pass has a shard of its own: see `Source.has_shards_of_passes`.
+        apart = [order.seed if again else 0 for _, again in local]
+        return [pair and [pair[0], pair[1] + n] for pair, n in zip(seeds, apart, strict=True)]
     return seeds
 
 
@@ -111,13 +116,14 @@ def _agreed(local: list[list[int] | None], order: Order) -> list[list[int] | Non
 
 
 def _ordered_by_graph(
-    dataset: tf.data.Dataset, order: Order
+    pipeline: Pipeline, order: SharedOrder
 ) -> tuple[tf.data.Dataset, list[Reshuffled]]:
     """`ordered` for pipelines that shuffle inside of functions: interleaved, zipped, sampled."""
+    dataset = pipeline.dataset
     graph = datasets.dataset_graph(dataset)
-    changed = order.group.size > 1 and _use_own_caches(graph, dataset, order)
-    # (seeds, nodes of the graph or function, suffix of a constant's name, node)
-    shuffles: list[tuple[list[int], Any, str, Any]] = []
+    changed = order.group.size > 1 and _use_own_caches(graph, pipeline, order)
+    # (seeds, whether it reshuffles, nodes of the graph or function, suffix of a constant, node)
+    shuffles: list[tuple[list[int], bool, Any, str, Any]] = []
     own = {node.name: (handle, again) for node, handle, again in generators_in(graph.node)}
     bodies = [(graph.node, "")] + [(f.node_def, ":output:0") for f in graph.library.function]
     for nodes, suffix in bodies:
@@ -132,10 +138,10 @@ def _ordered_by_graph(
                 handle, again = own.get(node.name, (None, True)) if not suffix else (None, True)
                 if not any(known) and not again:
                     known = ShuffleSeeds(shuffle_of(handle)).pair
-                shuffles.append((known, nodes, suffix, node))
-    agreed = _agreed([known for known, *_ in shuffles], order)
+                shuffles.append((known, again and not suffix, nodes, suffix, node))
+    agreed = _agreed([(known, again) for known, again, *_ in shuffles], order)
     chosen_of: dict[str, list[int]] = {}
-    for chosen, (local, nodes, suffix, node) in zip(agreed, shuffles, strict=True):
+    for chosen, (local, _, nodes, suffix, node) in zip(agreed, shuffles, strict=True):
         if chosen is not None and not suffix:
             chosen_of[node.name] = chosen
         if chosen is not None and chosen != local:
@@ -199,15 +205,16 @@ def _caches(nodes: Any) -> Iterator[tuple[Any, Any]]:
             yield node, by_name[node.input[2].split(":")[0]]
 
 
-def _use_own_caches(graph: Any, dataset: tf.data.Dataset, order: Order) -> bool:
+def _use_own_caches(graph: Any, pipeline: Pipeline, order: SharedOrder) -> bool:
     """Gives caches files of their own, and memory, as long as the user's dataset lives.
 
     A loop of the user's may have filled the user's on some workers only, or in several orders.
     Returns whether there are caches.
     """
     memories = {}
-    for node in datasets.every_node(dataset):
-        if datasets.is_memory_cache(node):
+    for each in pipeline.nodes:
+        if each.is_memory_cache:
+            node = each.dataset
             if not hasattr(node, "_tfmw_cache"):
                 *_, (_, theirs) = _caches(datasets.dataset_graph(node).node)
                 node._tfmw_cache = name_of(theirs), tf.data.Dataset.range(1).cache()
@@ -235,7 +242,7 @@ _TURNS: dict[str, tuple[int, int | None]] = {
 }
 
 
-def _agree_on_turns(nodes: Any, by_name: Any, suffix: str, node: Any, order: Order) -> bool:
+def _agree_on_turns(nodes: Any, by_name: Any, suffix: str, node: Any, order: SharedOrder) -> bool:
     """Gives an `interleave` the chief's cycle length; returns whether the node has changed."""
     if node.op not in _TURNS:
         return False

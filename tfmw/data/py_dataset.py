@@ -134,7 +134,7 @@ class PyDatasetHooks(EpochHooks):
     def __init__(self, dataset: OrderedPyDataset, adapter: Any, group: Group):
         self._dataset, self._adapter, self._group = dataset, adapter, group
 
-    def state_at(self, batches: int) -> Any:
+    def state(self, batches: int) -> Any:
         return self._dataset.drawn_from
 
     def length(self) -> int | None:

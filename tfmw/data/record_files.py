@@ -27,13 +27,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.compat import datasets, rebuilding
-from tfmw.compat.rebuilding import FileReader, file_reader
+from tfmw.compat.file_readers import FileReader
+from tfmw.compat.pipelines import INFINITE, SAME, Pipeline
 from tfmw.compat.shuffles import ShuffleOrder
 from tfmw.data import record_index
-from tfmw.data.batches import steps_in
 from tfmw.data.by_index import Rows, from_index, stacked
-from tfmw.data.values import INFINITE, Order
+from tfmw.data.values import SharedOrder
 from tfmw.errors import UsageError
 from tfmw.storage import disk
 
@@ -257,17 +256,17 @@ class FileRecords:
     def __init__(
         self,
         reader: FileReader,
-        shuffle: tf.data.Dataset | None,
+        shuffle: Pipeline | None,
         files: Sequence[Sequence[str]],
-        order: Order,
+        order: SharedOrder,
     ):
         paths = [path for of_element in files for path in of_element]
         records = Records(paths, reader.kind, order.index_dir)
         self.rows = Rows(records.columns_at, tf.TensorSpec([], tf.string), in_threads=True)
-        self.maps = reader.maps
+        self.maps = [Pipeline(each, []) for each in reader.maps]
         self.shuffle = shuffle  # of the elements with the files' names
         self._turns = reader.cycle_length or order.cycle_length(reader.calls), reader.block_length
-        # Of each element: its first record, and their number.
+        # The first record of each element, and the number of its records.
         ends = np.cumsum([len(of_element) for of_element in files])
         counts = np.concatenate([[0], np.cumsum(records.counts)])
         begins = counts[np.concatenate([[0], ends[:-1]])]
@@ -276,8 +275,8 @@ class FileRecords:
         self.length = int(self._counts.sum())
 
     @classmethod
-    def of(cls, node: tf.data.Dataset, order: Order) -> FileRecords | None:
-        """None for other pipelines, and for files that have no index."""
+    def of(cls, node: Pipeline, order: SharedOrder) -> FileRecords | None:
+        """The records of a pipeline; None for other pipelines, and for files that have no index."""
         found = _files_of(node)
         try:
             return None if found is None else cls(*found, order)
@@ -289,8 +288,7 @@ class FileRecords:
         """A function of positions in a pass -> numbers of records; `seeds` are of `shuffle`."""
         elements: np.ndarray = np.arange(len(self._counts))
         if self.shuffle is not None and seeds is not None:
-            buffer_size = datasets.buffer_size_of(self.shuffle)
-            blocks = ShuffleOrder(buffer_size, len(elements), seeds).blocks(0)
+            blocks = ShuffleOrder(self.shuffle.buffer_size, len(elements), seeds).blocks(0)
             elements = np.concatenate(list(blocks))
         order = interleave_order(self._counts[elements], *self._turns)
 
@@ -302,25 +300,21 @@ class FileRecords:
 
 
 def _files_of(
-    node: tf.data.Dataset,
-) -> tuple[FileReader, tf.data.Dataset | None, list[list[str]]] | None:
+    node: Pipeline,
+) -> tuple[FileReader, Pipeline | None, list[list[str]]] | None:
     """(the reader, a shuffle of its elements, the files of each element); None for others."""
-    reader = file_reader(node)
+    reader = node.reader
     if reader is None:
         return None
-    names, shuffle = reader.input, None
-    while isinstance(names, (*datasets.Same, *datasets.Shuffle)):
-        if isinstance(names, datasets.Shuffle):
-            if shuffle is not None:
-                return None
-            shuffle = names
-        names = datasets.dataset_inputs(names)[0]
-    length = steps_in(names)
+    names, shuffle = node.input.beneath(SAME), None
+    if names.kind == "shuffle":
+        shuffle, names = names, names.input.beneath(SAME)
+    length = names.length
     if length in (None, INFINITE, 0) or length > _MANY_FILES:
         return None
-    if not rebuilding.may_be_read_twice(names):
+    if not names.may_be_read_twice:  # as a second shuffle
         return None
-    of_elements = names.map(reader.names)
+    of_elements = names.dataset.map(reader.names)
     files = [[os.fsdecode(name) for name in each.numpy()] for each in of_elements]
     return reader, shuffle, files
 
@@ -328,7 +322,7 @@ def _files_of(
 def index_in_background(dataset: tf.data.Dataset, index_dir: str) -> list[subprocess.Popen[bytes]]:
     """Makes the indices that a run will need when it resumes; returns the processes."""
     started = []
-    for node in datasets.every_node(dataset):
+    for node in Pipeline.of(dataset).nodes:
         if (found := _files_of(node)) is not None:
             reader, _, files = found
             paths = [path for of_element in files for path in of_element]

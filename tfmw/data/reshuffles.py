@@ -16,16 +16,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.compat import datasets, rebuilding
+from tfmw.compat import datasets
 from tfmw.compat.graph import inputs_first
+from tfmw.compat.pipelines import Pipeline
 from tfmw.compat.shuffles import ShuffleSeeds, pair_of_pass
 
 
 @dataclasses.dataclass
-class PassStart:
+class SkippedPasses:
     """Passes over a shuffle that have begun before a pipeline's first element."""
 
-    shuffle: tf.data.Dataset
+    shuffle: Pipeline
     before: int  # passes that have ended
     begun: int  # 1 if another one has begun, whose order is computed; otherwise 0
     after: int = 0  # passes that the whole pipeline would begin at its end, and this one does not
@@ -33,8 +34,8 @@ class PassStart:
 
     def begin(self) -> None:
         """Counts these passes; sets the `number` of the computed one."""
-        if datasets.reshuffles(self.shuffle):
-            seeds = ShuffleSeeds(small_of(self.shuffle))
+        if self.shuffle.reshuffles:
+            seeds = ShuffleSeeds(small_of(self.shuffle.dataset))
             self.number = seeds.passes + self.before
             seeds.passes = self.number + self.begun
 
@@ -43,10 +44,8 @@ class PassStart:
         if self.number is None:
             self.begin()
         number, self.number = self.number, None
-        seeds = datasets.shuffle_seeds(self.shuffle)
-        assert seeds is not None  # as `_computed` has seen
-        again = datasets.reshuffles(self.shuffle)
-        return pair_of_pass(seeds, number or 0, again)
+        assert self.shuffle.seeds is not None  # as `_computed` has seen
+        return pair_of_pass(self.shuffle.seeds, number or 0, self.shuffle.reshuffles)
 
 
 class _Pair:
@@ -69,8 +68,8 @@ class _Pair:
             self.user.begin(begun)
 
 
-class Reshuffles:
-    """The reshuffling shuffles of a shard, beside those of the user's dataset.
+class ShuffleProgress:
+    """The places of a shard's reshuffling shuffles in their sequences of orders, and of the user's.
 
     Args:
         pairs: (user's, shard's) datasets that end in a shuffle, the same one twice if the shard
@@ -87,7 +86,7 @@ class Reshuffles:
         self._datasets = list(pairs)
         self.ahead = False
         self.begun_after: Callable[[int], int] | None = None
-        self.starts: list[PassStart] = []
+        self.starts: list[SkippedPasses] = []
         self._by_iterator: list[int] | None = None  # passes that a new iterator begins
 
     def __len__(self) -> int:
@@ -142,7 +141,7 @@ class Reshuffles:
         for start in self.starts:
             start.begin()
             for pair in self._pairs:
-                if pair.dataset is start.shuffle:
+                if pair.dataset is start.shuffle.dataset:
                     before, after = pair.unread
                     pair.unread = before + start.before, after + start.after
 
@@ -170,7 +169,7 @@ class Reshuffles:
         return known and not self.ahead and not self.starts
 
     def pass_over(self) -> bool:
-        """What an iterator that reads nothing does to the user's dataset; False if unknown yet."""
+        """Counts the passes of an iterator that is not read; False if they are unknown yet."""
         if self._by_iterator is None:
             return False
         for pair, begun in zip(self._pairs, self._by_iterator, strict=True):
@@ -215,7 +214,7 @@ class Reshuffles:
 
 
 Reshuffled = tuple[tf.data.Dataset, tf.data.Dataset, str]
-"""See `Reshuffles`."""
+"""See `ShuffleProgress`."""
 
 # Reading ahead may fill a cache on some workers before a pass is left. So that all have the same
 # elements, a cache that is filled again gets the order that it had first.
@@ -310,11 +309,11 @@ def small_of(shuffle: tf.data.Dataset) -> tf.data.Dataset:
     The state of an iterator over a shuffle has a part for each place in its buffer: with 60,000 of
     them, reading it takes a second. Above arrays that no graph can contain it is `shuffle` itself.
     """
-    small = datasets.small(shuffle)
+    small: tf.data.Dataset | None = getattr(shuffle, "_tfmw_small", None)  # as `on` has built it
     if small is not None:
         return small
     if shuffle not in _SMALL:
-        if rebuilding.bytes_of_arrays(shuffle) > _LARGEST:
+        if Pipeline.of(shuffle).bytes_of_arrays > _LARGEST:
             return shuffle
         graph = datasets.dataset_graph(shuffle)
         # Inputs are first in it, the shuffle itself is last.

@@ -14,22 +14,21 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from tfmw.compat import datasets, rebuilding, shuffles
-from tfmw.data.batches import beneath, configured, input_of, steps_in, without_autograph
+from tfmw.compat import shuffles
+from tfmw.compat.pipelines import INFINITE, REBUILDABLE, SAME, Pipeline
+from tfmw.data.batches import configured, without_autograph
 from tfmw.data.by_index import element_at, has_index, peeled
 from tfmw.data.order import ordered
 from tfmw.data.record_files import FileRecords
-from tfmw.data.reshuffles import PassStart, Reshuffles
-from tfmw.data.values import INFINITE, Order
+from tfmw.data.reshuffles import ShuffleProgress, SkippedPasses
+from tfmw.data.values import SharedOrder
 
 logger = logging.getLogger("tfmw")
-
-_Steps = Generator[tuple[tf.data.Dataset, int], tf.data.Dataset, tf.data.Dataset]
 
 _BLOCK = 1 << 17  # indices that are computed together
 _TOGETHER = 256  # records of one call of Python
@@ -38,131 +37,132 @@ _PROBED, _PROBE_S = 1000, 0.2  # elements, and seconds that tell how long others
 
 
 def seek(
-    dataset: tf.data.Dataset,
+    pipeline: Pipeline,
     position: int,
-    reshuffles: Reshuffles | None = None,
-    order: Order | None = None,
+    reshuffles: ShuffleProgress | None = None,
+    order: SharedOrder | None = None,
 ) -> tf.data.Dataset:
     """The elements from `position` on, in the order of an uninterrupted pass.
 
     Args:
-        dataset: a result of `ordered`, whose shuffles have seeds.
+        pipeline: a result of `ordered`, whose shuffles have seeds.
         position: number of elements before the first one.
-        reshuffles: of `dataset`; they learn of passes that are not read.
-        order: of `dataset`.
+        reshuffles: those of the pipeline; they learn of passes that are not read.
+        order: the one that the pipeline has.
     """
-    rest = _Rest(order or Order())
-    result = rest.of(dataset, position)
+    rest = _Rest(order or SharedOrder())
+    result = rest.of(pipeline, position)
     if reshuffles is not None:  # whole passes, of a `repeat`, before the one that is computed
         reshuffles.starts = rest.starts
     return result
 
 
 def ordered_from(
-    dataset: tf.data.Dataset, order: Order, position: int
-) -> tuple[tf.data.Dataset, Reshuffles]:
+    pipeline: Pipeline, order: SharedOrder, position: int
+) -> tuple[Pipeline, ShuffleProgress]:
     """The `ordered` pipeline from some element on, and its shuffles."""
-    whole, reshuffles = ordered(dataset, order)
-    return seek(whole, position, reshuffles, order), reshuffles
+    whole, reshuffles = ordered(pipeline, order)
+    if not position:
+        return whole, reshuffles
+    return Pipeline.of(seek(whole, position, reshuffles, order)), reshuffles
+
+
+_Above = Callable[[tf.data.Dataset], tf.data.Dataset]
 
 
 class _Rest:
     """Pipelines from some element on; `starts` are the passes that they do not read."""
 
-    def __init__(self, order: Order):
-        self.starts: list[PassStart] = []
+    def __init__(self, order: SharedOrder):
+        self.starts: list[SkippedPasses] = []
         self._records = functools.cache(functools.partial(FileRecords.of, order=order))
 
-    def of(self, dataset: tf.data.Dataset, position: int) -> tf.data.Dataset:
-        """The elements from `position` on: runs `_steps` for a node and for what it reads."""
-        result = None
-        running = [self._steps(dataset, position)]
-        while running:
-            try:
-                below = running[-1].send(result)
-            except StopIteration as end:
-                running.pop()
-                result = end.value
-            else:
-                running.append(self._steps(*below))
-                result = None
-        return result
+    def of(self, node: Pipeline, position: int) -> tf.data.Dataset:
+        """The elements from `position` on."""
+        above: list[_Above] = []
+        while position and (step := self._below(node, position)) is not None:
+            node, position, build = step
+            above.append(build)
+        rest = self._end(node, position) if position else node.dataset
+        for build in reversed(above):
+            rest = build(rest)
+        return rest
 
-    def _steps(self, node: tf.data.Dataset, position: int) -> _Steps:
-        """Yields (input, position in it), receives that input's rest; returns the node's rest."""
-        if not position:
-            return node
-        length = steps_in(node)
-        if length not in (None, INFINITE) and position >= length:
-            return node.skip(position)  # shuffles in it begin a pass all the same
-        if isinstance(node, (*datasets.Same, *datasets.Map)) and datasets.is_pure(node):
-            return rebuilding.rebuilt(node, (yield input_of(node), position))
-        if isinstance(node, (*datasets.Batch, *datasets.PaddedBatch)):
-            size, _ = datasets.batch_arguments(node)
-            return rebuilding.rebuilt(node, (yield input_of(node), position * size))
-        if isinstance(node, datasets.Take):
-            count = datasets.count_of(node)
-            below = yield input_of(node), position
-            return below.take(max(count - position, 0) if count >= 0 else -1)
-        if isinstance(node, datasets.Skip):
-            return (yield input_of(node), position + datasets.count_of(node))
-        if isinstance(node, datasets.ShardNode):
-            shards, index = datasets.shard_arguments(node)
-            return (yield input_of(node), position * shards).shard(shards, index)
-        if isinstance(node, datasets.Zip):
-            parts = []
-            for each in datasets.dataset_inputs(node):
-                parts.append((yield each, position))
-            return datasets.zipped(node, parts)
-        if datasets.is_memory_cache(node) and _shuffles_below(node) == []:
-            return (yield input_of(node), position)
-        if isinstance(node, datasets.Concatenate):
-            first, second = datasets.dataset_inputs(node)
+    def _below(self, node: Pipeline, position: int) -> tuple[Pipeline, int, _Above] | None:
+        """(a pipeline below, the position in it, a function: its rest -> that of the node).
+
+        None if the node does not have the rest of a pipeline below.
+        """
+        if _is_behind(node, position):
+            return None
+        if node.kind in (*SAME, "map") and node.is_pure:
+            return node.input, position, node.on
+        if node.kind in ("batch", "padded_batch"):
+            return node.input, position * node.size, node.on
+        if node.kind == "take":
+            left = max(node.count - position, 0) if node.count >= 0 else -1
+            return node.input, position, lambda below: below.take(left)
+        if node.kind == "skip":
+            return node.input, position + node.count, _unchanged
+        if node.kind == "shard":
+            shards, index = node.shards
+            return node.input, position * shards, lambda below: below.shard(shards, index)
+        if node.is_memory_cache and _shuffles_below(node) == []:
+            return node.input, position, _unchanged
+        if node.kind == "concatenate":
+            first, second = node.inputs
             length = self._length(first)
             if length not in (None, INFINITE):
                 if position < length:
-                    return (yield first, position).concatenate(second)
+                    return first, position, lambda below: below.concatenate(second.dataset)
                 if _shuffles_below(first) == []:  # a shuffle in it would have begun a pass
-                    return (yield second, position - length)
-        if isinstance(node, datasets.Repeat):
-            length, shuffles = self._length(input_of(node)), _shuffles_below(input_of(node))
+                    return second, position - length, _unchanged
+        if node.kind == "repeat":
+            length, shuffles = self._length(node.input), _shuffles_below(node.input)
             if length not in (None, INFINITE, 0) and shuffles is not None:
-                return (yield from self._repeated(node, shuffles, *divmod(position, length)))
-        return self._computed(node, position) or _skipped(node, position)
+                return self._repeated(node, shuffles, *divmod(position, length))
+        return None
 
     def _repeated(
-        self, node: tf.data.Dataset, shuffles: list[tf.data.Dataset], passes: int, rest: int
-    ) -> _Steps:
-        """`_steps` of a `repeat`, `rest` elements after whole passes."""
-        below, count = input_of(node), datasets.count_of(node)
+        self, node: Pipeline, shuffles: list[Pipeline], passes: int, rest: int
+    ) -> tuple[Pipeline, int, _Above]:
+        """`_below` of a `repeat`, `rest` elements after whole passes."""
+        below, count = node.input, node.count
         left = count - passes if count >= 0 else -1
         # A repeat begins again to see that it has ended. One of a single pass does not, nor one
         # right above a shuffle: tf.data joins the two (`shuffle_and_repeat_fusion`).
-        again = count > 1 and not isinstance(below, datasets.Shuffle)
+        again = count > 1 and below.kind != "shuffle"
         after = int(again and left - (rest > 0) < 2)
-        self.starts += [PassStart(shuffle, passes, 0, after) for shuffle in shuffles]
+        self.starts += [SkippedPasses(shuffle, passes, 0, after) for shuffle in shuffles]
         if not rest:
-            return below.repeat(left)
-        first = yield below, rest
+            return below, 0, lambda whole: whole.repeat(left)
         if left == 1:
-            return first
-        return first.concatenate(below.repeat(left - 1 if left >= 0 else -1))
+            return below, rest, _unchanged
+        later = below.dataset.repeat(left - 1 if left >= 0 else -1)
+        return below, rest, lambda first: first.concatenate(later)
 
-    def _computed(self, node: tf.data.Dataset, position: int) -> tf.data.Dataset | None:
+    def _end(self, node: Pipeline, position: int) -> tf.data.Dataset:
+        """The rest of a node that does not have the rest of one pipeline below."""
+        if _is_behind(node, position):
+            return node.dataset.skip(position)  # shuffles in it begin a pass all the same
+        if node.kind == "zip":
+            parts = [self.of(each, position) for each in node.inputs]
+            return tf.data.Dataset.zip(node.zipped(parts))
+        return self._computed(node, position) or _skipped(node, position)
+
+    def _computed(self, node: Pipeline, position: int) -> tf.data.Dataset | None:
         """A source with an index, or a shuffle over moves and maps of one; None for others."""
-        if (tensors := datasets.sliced_tensors(node)) is not None:
+        if (tensors := node.sliced_tensors) is not None:
             rest = [tensor[position:] for tensor in tensors]
-            rest = tf.nest.pack_sequence_as(node.element_spec, rest)
+            rest = tf.nest.pack_sequence_as(node.dataset.element_spec, rest)
             return tf.data.Dataset.from_tensor_slices(rest)
-        if isinstance(node, datasets.Range):
-            start, stop, step, kind = datasets.range_arguments(node)
+        if node.kind == "range":
+            start, stop, step, kind = node.range
             return tf.data.Dataset.range(start + position * step, stop, step, output_type=kind)
-        shuffle = node if isinstance(node, datasets.Shuffle) else None
-        source, passed = (node, []) if shuffle is None else peeled(input_of(node), _keeps_an_index)
+        shuffle = node if node.kind == "shuffle" else None
+        source, passed = (node, []) if shuffle is None else peeled(node.input, _keeps_an_index)
         moves = [
-            (move, self._length(input_of(move)))
-            for move in passed
-            if isinstance(move, (*datasets.Repeat, *datasets.Skip))
+            (move, self._length(move.input)) for move in passed if move.kind in ("repeat", "skip")
         ]
         if any(length in (None, 0) for _, length in moves):
             return None
@@ -170,7 +170,7 @@ class _Rest:
         if records is None and not has_index(source):
             return None
         of_files = None if records is None else records.shuffle
-        if of_files is not None and any(isinstance(move, datasets.Repeat) for move, _ in moves):
+        if of_files is not None and any(move.kind == "repeat" for move, _ in moves):
             return None  # each repetition has its own order of files
         if not all(each is None or _order_is_known(each) for each in (of_files, shuffle)):
             return None
@@ -186,8 +186,8 @@ class _Rest:
             in_files = None if records is None else records.numbers(seeds_of_files())
             for block in blocks:
                 for move, count in moves:
-                    if isinstance(move, datasets.Skip):
-                        block = block + datasets.count_of(move)
+                    if move.kind == "skip":
+                        block = block + move.count
                     elif count != INFINITE:
                         block = block % count
                 block = block if in_files is None else in_files(block)
@@ -196,7 +196,7 @@ class _Rest:
         elements = tf.data.Dataset.from_generator(
             indices, output_signature=tf.TensorSpec([None], tf.int64)
         )
-        maps = [each for each in reversed(passed) if isinstance(each, datasets.Map)]
+        maps = [each for each in reversed(passed) if each.kind == "map"]
         if records is not None:
             read = without_autograph(records.rows.examples)
             elements = elements.map(read, num_parallel_calls=2, deterministic=True)
@@ -206,115 +206,118 @@ class _Rest:
         if records is None:
             elements = elements.map(without_autograph(lambda index: element_at(source, index)))
         for function in maps:
-            elements = rebuilding.rebuilt(function, elements)
+            elements = function.on(elements)
         return configured(elements, read_ahead=None)
 
-    def _pass_of(self, shuffle: tf.data.Dataset | None) -> Callable[[], list[int] | None]:
+    def _pass_of(self, shuffle: Pipeline | None) -> Callable[[], list[int] | None]:
         """A function that returns the seeds of a shuffle's pass, once it has begun."""
         if shuffle is None:
             return lambda: None
-        self.starts.append(PassStart(shuffle, 0, 1))
+        self.starts.append(SkippedPasses(shuffle, 0, 1))
         return self.starts[-1].seeds
 
-    def _length(self, node: tf.data.Dataset) -> int | None:
-        """`steps_in`, with the lengths of pipelines over files."""
+    def _length(self, node: Pipeline) -> int | None:
+        """The pipeline's `length`, with those of pipelines over files."""
         chain = []
-        while (length := steps_in(node)) is None:
+        while (length := node.length) is None:
             if (records := self._records(node)) is not None:
                 length = records.length
                 break
-            known = (*rebuilding.REBUILDABLE, *datasets.PaddedBatch)
-            if not (isinstance(node, known) or datasets.is_memory_cache(node)):
+            if not (node.kind in (*REBUILDABLE, "padded_batch") or node.is_memory_cache):
                 return None
             chain.append(node)
-            node = datasets.dataset_inputs(node)[0]
+            node = node.input
         if length == INFINITE:
             return length
         others = tf.data.Dataset.range(length)  # as many elements, whatever they are
         for above in reversed(chain):
-            if isinstance(above, (*datasets.Batch, *datasets.PaddedBatch)):
-                others = others.batch(*datasets.batch_arguments(above))
-            elif isinstance(above, (*datasets.Take, *datasets.Skip, *datasets.Repeat)):
-                others = rebuilding.rebuilt(above, others)
-        return steps_in(others)
+            if above.kind in ("batch", "padded_batch"):
+                others = others.batch(above.size, above.drop_remainder)
+            elif above.kind in ("take", "skip", "repeat"):
+                others = above.on(others)
+        return Pipeline.of(others).length
+
+
+def _is_behind(node: Pipeline, position: int) -> bool:
+    """Whether a position is known to be behind the last element."""
+    return node.length not in (None, INFINITE) and position >= node.length
+
+
+def _unchanged(rest: tf.data.Dataset) -> tf.data.Dataset:
+    return rest
 
 
 def _positions(
-    start: int, length: int, shuffle: tf.data.Dataset | None, seeds: Sequence[int] | None
+    start: int, length: int, shuffle: Pipeline | None, seeds: Sequence[int] | None
 ) -> Iterator[np.ndarray]:
     """Positions in the input of a shuffle, from its output `start` on; without one its own."""
     if shuffle is None or seeds is None:
         firsts = range(start, length, _BLOCK)
         return (np.arange(first, min(first + _BLOCK, length)) for first in firsts)
     known = None if length == INFINITE else length
-    return shuffles.ShuffleOrder(datasets.buffer_size_of(shuffle), known, seeds).blocks(start)
+    return shuffles.ShuffleOrder(shuffle.buffer_size, known, seeds).blocks(start)
 
 
-def _skipped(node: tf.data.Dataset, position: int) -> tf.data.Dataset:
+def _skipped(node: Pipeline, position: int) -> tf.data.Dataset:
     if position > _MANY:
         seconds = _seconds_to_skip(node, position)
         logger.info(
             "the position in the data is %d elements behind the beginning of %s, which cannot "
             "start there: they are read again, and dropped%s",
             position,
-            type(node).__name__.strip("_"),
+            type(node.dataset).__name__.strip("_"),
             "" if seconds is None else f", in about {seconds:.0f} s",
         )
-    return node.skip(position)
+    return node.dataset.skip(position)
 
 
 def _seconds_to_skip(
-    node: tf.data.Dataset, position: int, clock: Callable[[], float] = time.monotonic
+    node: Pipeline, position: int, clock: Callable[[], float] = time.monotonic
 ) -> float | None:
     """The time to read so many elements, from that of the first ones.
 
     None if another pass would change something: Python functions and random numbers.
     """
-    node = beneath(node, datasets.Shuffle)  # whose generator a pass would advance
-    if not rebuilding.may_be_read_twice(node):
+    node = node.beneath(["shuffle"])  # whose generator a pass would advance
+    if not node.may_be_read_twice:
         return None
     count, seconds = _PROBED, 0.0
     while seconds < _PROBE_S and count < position:
         begin = clock()
-        if next(iter(node.skip(count)), None) is None:  # of several passes
+        if next(iter(node.dataset.skip(count)), None) is None:  # of several passes
             break
         seconds, count = clock() - begin, count * 4
     return seconds * position / (count / 4)
 
 
-def _keeps_an_index(node: tf.data.Dataset) -> bool:
-    kinds = (*datasets.Map, *datasets.Repeat, *datasets.Skip, *datasets.Take, *datasets.Same)
-    known = isinstance(node, kinds) or datasets.is_memory_cache(node)
-    return known and datasets.is_pure(node)
+def _keeps_an_index(node: Pipeline) -> bool:
+    known = node.kind in ("map", "repeat", "skip", "take", *SAME) or node.is_memory_cache
+    return known and node.is_pure
 
 
-def _order_is_known(shuffle: tf.data.Dataset) -> bool:
+def _order_is_known(shuffle: Pipeline) -> bool:
     """Whether the order of a shuffle can be computed."""
-    seeds = datasets.shuffle_seeds(shuffle)
-    if not seeds or not any(seeds) or datasets.buffer_size_of(shuffle) < 1:
-        return False
-    return shuffles.has_known_order()
+    seeded = bool(shuffle.seeds) and any(shuffle.seeds or ())
+    place_is_known = not shuffle.reshuffles or shuffles.has_known_states()
+    return seeded and shuffle.buffer_size >= 1 and place_is_known and shuffles.has_known_order()
 
 
-def _shuffles_below(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
-    """The reshuffling shuffles, each of which begins one pass in a pass over `dataset`.
+def _shuffles_below(pipeline: Pipeline) -> list[Pipeline] | None:
+    """The reshuffling shuffles, each of which begins one pass in a pass over the pipeline.
 
     None if others may be in the pipeline, or if one of them begins more or fewer.
     """
     found = []
-    todo = [(dataset, True)]
+    todo = [(pipeline, True)]
     while todo:
         node, once = todo.pop()
-        if not rebuilding.is_plain(node) or not datasets.is_pure(node):
+        if not node.is_plain or not node.is_pure or (node.kind == "shuffle" and not once):
             return None
-        if isinstance(node, datasets.Shuffle):
-            if not once:
+        if node.reshuffles:
+            if not shuffles.has_known_states():
                 return None
-            if datasets.reshuffles(node):
-                found.append(node)
+            found.append(node)
         # A repeat of a shuffle that it does not read to the end begins a pass too many.
-        more_or_fewer = (*datasets.Repeat, *datasets.Concatenate, *datasets.Take)
-        once &= not isinstance(node, more_or_fewer)
-        once &= not datasets.is_memory_cache(node)
-        todo.extend((each, once) for each in datasets.dataset_inputs(node))
+        once &= node.kind not in ("repeat", "concatenate", "take") and not node.is_memory_cache
+        todo.extend((each, once) for each in node.inputs)
     return found

@@ -1,7 +1,7 @@
 """A global dataset -> this worker's shard of it.
 
     sharding = Sharding(workers=2, rank=0)
-    shard = shard_dataset(dataset, sharding, Order(seed=7))
+    shard = shard_dataset(dataset, sharding, SharedOrder(seed=7))
     for element in shard.dataset:
         parts, counts, total = step_of(element, sharding)  # this worker's parts of a global batch
 
@@ -40,26 +40,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.compat import datasets, rebuilding
+from tfmw.compat.pipelines import INFINITE, MOVES, SAME, SELECTIONS, Pipeline
 from tfmw.data.batches import (
-    beneath,
     configured,
-    element_of,
     examples_of,
     first_rows,
-    global_batch_size,
-    input_of,
+    map_elements,
     parts_of,
-    spec_of,
-    steps_in,
     without_autograph,
     without_optionals,
 )
 from tfmw.data.by_index import Indexed, Rows, peeled, rows_under
 from tfmw.data.comparison import refuse_own_elements
-from tfmw.data.reshuffles import Reshuffles
 from tfmw.data.seek import ordered_from
-from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
+from tfmw.data.values import Shard, Sharding, ShardSizes, SharedOrder
 from tfmw.data.whole_batches import (
     by_batches,
     by_slices,
@@ -73,7 +67,7 @@ from tfmw.data.whole_batches import (
 def shard_dataset(
     dataset: tf.data.Dataset,
     sharding: Sharding,
-    order: Order,
+    order: SharedOrder,
     skip: int = 0,
     read_ahead: bool = True,
     split: bool = True,
@@ -91,27 +85,34 @@ def shard_dataset(
     Raises:
         UsageError: the dataset is not batched, or workers have different datasets.
     """
-    refuse_own_elements(dataset, sharding)
-    dataset = without_optionals(datasets.in_parts(dataset))
+    pipeline = Pipeline.of(without_optionals(dataset))
+    refuse_own_elements(pipeline, sharding)
+    read, size, shard_of = _cheapest_way(pipeline, sharding, read_ahead, split)
+    rest, reshuffles = ordered_from(read, order, skip * size)
+    shard = shard_of(rest)
+    shard.reshuffles = reshuffles
+    if reshuffles:
+        reshuffles.ahead = pipeline.may_begin_again
+        reshuffles.begun_after = _repetitions(pipeline)
+    return shard
+
+
+_Way = tuple[Pipeline, int, Callable[[Pipeline], Shard]]
+"""A pipeline to read, the number of its elements in a global batch, the shard of its rest."""
+
+
+def _cheapest_way(pipeline: Pipeline, sharding: Sharding, read_ahead: bool, split: bool) -> _Way:
     alone = sharding.replicas == 1
-    whole = Batched.of(dataset) if split or alone else None
-    shard: Shard | None = None
+    whole = Batched.of(pipeline) if split or alone else None
     # One replica gains by it only if it reads the rows of a batch in one call.
     if whole is not None and not (alone and whole.rows is None):
-        shard = below_maps(whole, sharding, order, skip)
-    if shard is None:
-        pipeline, reshuffles = ordered_from(dataset, order, skip)
-        if alone:
-            shard = of_one_replica(pipeline, read_ahead)
-        elif split:
-            shard = by_slices(pipeline, sharding, read_ahead)
-        else:
-            shard = by_batches(pipeline, sharding, global_batch_size(dataset), read_ahead)
-        shard = dataclasses.replace(shard, reshuffles=reshuffles)
-    if shard.reshuffles:
-        shard.reshuffles.ahead = rebuilding.may_begin_again(dataset)
-        shard.reshuffles.begun_after = _repetitions(dataset)
-    return shard
+        if (way := below_maps(whole, sharding)) is not None:
+            return way
+    if alone:
+        return pipeline, 1, lambda rest: of_one_replica(rest, read_ahead)
+    if split:
+        return pipeline, 1, lambda rest: by_slices(rest, sharding, read_ahead)
+    return pipeline, 1, lambda rest: by_batches(rest, sharding, pipeline.batch_size, read_ahead)
 
 
 def at_most_once(
@@ -140,20 +141,16 @@ def at_most_once(
     return read
 
 
-def _repetitions(dataset: tf.data.Dataset) -> Callable[[int], int] | None:
+def _repetitions(pipeline: Pipeline) -> Callable[[int], int] | None:
     """Steps -> repetitions begun of the upper `repeat` of a pipeline.
 
     None if there is none, or if its length is unknown.
     """
-    per_step, node = 1, dataset
-    above = (*datasets.Map, *datasets.Batch, *datasets.Same)
-    while isinstance(node, above):
-        if isinstance(node, datasets.Batch):
-            per_step *= datasets.batch_arguments(node)[0]
-        node = input_of(node)
-    if not isinstance(node, datasets.Repeat):
-        return None
-    length = steps_in(input_of(node))
+    per_step, node = 1, pipeline
+    while node.kind in ("map", "batch", *SAME):
+        per_step *= node.size if node.kind == "batch" else 1
+        node = node.input
+    length = node.input.length if node.kind == "repeat" else None
     if length in (None, INFINITE, 0):
         return None
     return lambda steps: steps * per_step // length + 1  # one element is read ahead
@@ -178,7 +175,7 @@ def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -
     workers = input_context.num_input_pipelines
     local_replicas = max(1, input_context.num_replicas_in_sync // workers)
     sharding = Sharding(workers, input_context.input_pipeline_id, local_replicas)
-    local = shard_dataset(dataset, sharding, Order())
+    local = shard_dataset(dataset, sharding, SharedOrder())
     batches = local.dataset.flat_map(
         without_autograph(lambda *element: _one_by_one(*step_of(element, sharding)[:2]))
     )
@@ -202,37 +199,39 @@ def _one_by_one(parts: tuple[Any, ...], counts: tf.Tensor) -> tf.data.Dataset:
 class Batched:
     """The parts of a pipeline that ends in `batch`."""
 
-    source: tf.data.Dataset  # single examples before the maps
-    maps: list[tf.data.Dataset]  # nodes to apply to them, the first one first
+    source: Pipeline  # single examples before the maps
+    maps: list[Pipeline]  # to apply to them, the first one first
     size: int  # number of examples of a global batch
     drop_remainder: bool
     spec: Any  # of a batch
 
     @classmethod
-    def of(cls, dataset: tf.data.Dataset) -> Batched | None:
+    def of(cls, pipeline: Pipeline) -> Batched | None:
         """The parts; None for other pipelines, and if sharding below the maps does not pay."""
-        node = beneath(dataset, datasets.Same)
-        if not isinstance(node, datasets.Batch):
+        batch = pipeline.beneath(SAME)
+        if batch.kind != "batch":
             return None
-        elements = input_of(node)
         # Selections do not depend on the elements and maps do not move them, so all selections may
         # run before all maps. Those below the lowest map need not be removed.
-        _, above = peeled(elements, _selects_or_maps)
-        while above and not isinstance(above[-1], datasets.Map):
+        _, above = peeled(batch.input, _selects_or_maps)
+        while above and above[-1].kind != "map":
             above.pop()
-        source = input_of(above[-1]) if above else elements
-        maps = [each for each in above if isinstance(each, datasets.Map)]
-        leaves = tf.nest.flatten(source.element_spec)
+        source = above[-1].input if above else batch.input
+        maps = [each for each in reversed(above) if each.kind == "map"]
+        leaves = tf.nest.flatten(source.dataset.element_spec)
         if any(isinstance(s, tf.RaggedTensorSpec) for s in leaves):
             # After a map, batch() would make rows of a ragged tensor dense.
             return None
-        if not maps and steps_in(elements) is None:
+        if not maps and batch.input.length is None:
             # Without maps nothing is saved, and unknown totals cost a reduction at each step.
             return None
-        for each in reversed(above):
-            if isinstance(each, rebuilding.SELECTIONS):
-                source = rebuilding.rebuilt(each, source)
-        return cls(source, maps[::-1], *datasets.batch_arguments(node), spec_of(node))
+        selections = [each for each in reversed(above) if each.kind in SELECTIONS]
+        if selections:
+            dataset = source.dataset
+            for each in selections:
+                dataset = each.on(dataset)
+            source = Pipeline.of(dataset)
+        return cls(source, maps, batch.size, batch.drop_remainder, batch.spec)
 
     @functools.cached_property
     def indexed(self) -> Indexed | None:
@@ -244,9 +243,7 @@ class Batched:
         """The source's rows; None of other sources."""
         return None if self.indexed is None else self.indexed.rows
 
-    def shard(
-        self, dataset: tf.data.Dataset, count: int, sharding: Sharding, reshuffles: Reshuffles
-    ) -> Shard:
+    def shard(self, dataset: tf.data.Dataset, count: int, sharding: Sharding) -> Shard:
         """A shard of this pipeline, of whose source `count` examples are read."""
         full = last = ShardSizes.of(self.size, sharding)
         steps = INFINITE
@@ -254,39 +251,39 @@ class Batched:
             remainder = 0 if self.drop_remainder else count % self.size
             last = ShardSizes.of(remainder or self.size, sharding)
             steps = count // self.size + (remainder > 0)
-        return Shard(dataset, steps, full, last, self.spec, self.size, reshuffles=reshuffles)
+        return Shard(dataset, steps, full, last, self.spec, self.size)
 
 
-def below_maps(whole: Batched, sharding: Sharding, order: Order, skip: int) -> Shard | None:
-    """The shard of a pipeline that ends in `batch`; None for pipelines of `by_slices`."""
-    indexed, rows = whole.indexed, whole.rows
+def below_maps(whole: Batched, sharding: Sharding) -> _Way | None:
+    """The way to shard a pipeline that ends in `batch`; None for pipelines of `by_slices`."""
+    indexed, size = whole.indexed, whole.size
     if not whole.maps and indexed is not None:
-        return _by_index(whole, indexed, sharding, order, skip)
-    size = whole.size
+        return indexed.indices, size, lambda rest: _by_index(whole, indexed, rest, sharding)
     if size < sharding.replicas:
         return None  # some replicas have no example in any batch: they take others'
-    source = whole.source if indexed is None or rows is None else indexed.indices
-    # Whole batches are skipped, so that the other examples keep their positions.
-    source, reshuffles = ordered_from(source, order, skip * size)
-    count = steps_in(source)
-    if count is None and whole.drop_remainder:
+    source = whole.source if indexed is None or whole.rows is None else indexed.indices
+    if source.length is None and whole.drop_remainder:
         # Only the sum over all workers shows whether the last batch is full.
         return None
+    return source, size, lambda rest: _by_examples(whole, rest, sharding)
+
+
+def _by_examples(whole: Batched, rest: Pipeline, sharding: Sharding) -> Shard:
+    """The shard of single examples, or of their indices, which are mapped by their own worker."""
+    size, count, rows = whole.size, rest.length, whole.rows
     known = count is not None and count != INFINITE and not whole.drop_remainder
-    elements = _local_elements(source, size, sharding, count if known else None)
+    elements = _local_elements(rest.dataset, size, sharding, count if known else None)
     own = sharding.local_rows(size)
     local = Sharding(local_replicas=sharding.local_replicas)
     if rows is not None:
         elements = elements.batch(own).map(without_autograph(rows.examples), **rows.parallel)
         elements = elements.unbatch()
     for function in whole.maps:
-        elements = rebuilding.rebuilt(function, elements)
+        elements = function.on(elements)
     batches = elements.batch(own, drop_remainder=count is not None and not known)
     if count is None:
-        element = element_of(batches)
-        parts = batches.map(without_autograph(lambda *b: parts_of(element(b), local)))
-        shard = with_unknown_totals(parts, whole.spec, sharding, size)
-        return dataclasses.replace(shard, reshuffles=reshuffles)
+        parts = map_elements(batches, lambda batch: parts_of(batch, local))
+        return with_unknown_totals(parts, whole.spec, sharding, size)
     if count == INFINITE:
         totals = tf.data.Dataset.from_tensors(np.int64(size)).repeat()
     else:
@@ -300,18 +297,14 @@ def below_maps(whole: Batched, sharding: Sharding, order: Order, skip: int) -> S
         return parts, sharding.counts(total), total
 
     zipped = tf.data.Dataset.zip((batches, totals)).map(without_autograph(divided))
-    return whole.shard(configured(zipped), count, sharding, reshuffles)
+    return whole.shard(configured(zipped), count, sharding)
 
 
-def _by_index(
-    whole: Batched, indexed: Indexed, sharding: Sharding, order: Order, skip: int
-) -> Shard:
+def _by_index(whole: Batched, indexed: Indexed, rest: Pipeline, sharding: Sharding) -> Shard:
     """The shard of a pipeline over arrays: a worker copies its own examples only."""
-    size = whole.size
-    indices, reshuffles = ordered_from(indexed.indices, order, skip * size)
-    count = steps_in(indices)
+    size, count = whole.size, rest.length
     assert count is not None  # of arrays it is known
-    batches = indices.batch(size, whole.drop_remainder)
+    batches = rest.dataset.batch(size, whole.drop_remainder)
     always_full = whole.drop_remainder or count == INFINITE
 
     def local_batch(indices: tf.Tensor) -> Any:
@@ -324,7 +317,7 @@ def _by_index(
     parallel = {} if indexed.rows is None else indexed.rows.parallel
     local = batches.map(without_autograph(local_batch), **parallel)
     tuned = indexed.rows is not None or not is_small(whole.spec, size)
-    return whole.shard(configured(local, tuned=tuned), count, sharding, reshuffles)
+    return whole.shard(configured(local, tuned=tuned), count, sharding)
 
 
 def _local_elements(
@@ -350,6 +343,5 @@ def _local_elements(
     return local.map(without_autograph(lambda _, element: element))
 
 
-def _selects_or_maps(node: tf.data.Dataset) -> bool:
-    known = isinstance(node, (*datasets.Map, *rebuilding.MOVES)) and rows_under(node) is None
-    return known and datasets.is_pure(node)
+def _selects_or_maps(node: Pipeline) -> bool:
+    return node.kind in ("map", *MOVES) and rows_under(node) is None and node.is_pure

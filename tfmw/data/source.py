@@ -13,14 +13,16 @@ import keras
 import tensorflow as tf
 
 from tfmw.compat import datasets
-from tfmw.data.batches import beneath, configured, spec_of, without_autograph
+from tfmw.compat.pipelines import Pipeline, without_devices
+from tfmw.compat.shuffles import has_known_states
+from tfmw.data.batches import configured, without_autograph
 from tfmw.data.comparison import refuse_different
 from tfmw.data.grain_datasets import GrainHooks, by_index, is_grain
 from tfmw.data.py_dataset import OrderedPyDataset, PyDatasetHooks
 from tfmw.data.python_sources import GeneratorHooks, Journal
 from tfmw.data.random_state import share_random_state
 from tfmw.data.sharding import shard_dataset
-from tfmw.data.values import Order, Shard, Sharding
+from tfmw.data.values import Shard, Sharding, SharedOrder
 from tfmw.data.whole_batches import shard_function
 from tfmw.errors import UsageError
 
@@ -70,7 +72,7 @@ class Source:
                 )
                 object.__setattr__(self, "batch_size", None)
         if datasets.is_dataset(self.x):
-            object.__setattr__(self, "x", datasets.without_devices(self.x))
+            object.__setattr__(self, "x", without_devices(self.x))
         if is_grain(self.x) and (batches := by_index(self.x)) is not None:
             object.__setattr__(self, "x", batches)
 
@@ -94,7 +96,7 @@ class Source:
         given = self.x if is_one else (self.x, self.y, self.sample_weight)
         refuse_different(() if self.is_function() else given, gather)
 
-    def shard(self, sharding: Sharding, order: Order, skip: int = 0) -> Shard:
+    def shard(self, sharding: Sharding, order: SharedOrder, skip: int = 0) -> Shard:
         """This worker's shard.
 
         Args:
@@ -135,7 +137,7 @@ class Source:
             known["steps"] = -(-(known["steps"] - skip) // sharding.replicas)
         return dataclasses.replace(shard, **known)
 
-    def _watched(self, dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
+    def _watched(self, dataset: tf.data.Dataset, order: SharedOrder) -> tf.data.Dataset:
         """A pipeline whose elements of Python code are noted, to be compared."""
         if order.group.size > 1:
             x = self._ordered if isinstance(self.x, keras.utils.PyDataset) else None
@@ -150,7 +152,7 @@ class Source:
         return 1 if self.split or self.is_function() else sharding.replicas
 
     def _read_by_keras(
-        self, sharding: Sharding, order: Order
+        self, sharding: Sharding, order: SharedOrder
     ) -> tuple[tf.data.Dataset, dict[str, Any], bool]:
         """Converts arrays, PyDataset and generators by Keras's adapters, to global batches.
 
@@ -193,7 +195,8 @@ class Source:
 
             def rest(start: int) -> tf.data.Dataset:
                 x.start_at(start)
-                return beneath(adapter.get_tf_dataset(), () if ahead else datasets.Prefetch)
+                dataset = adapter.get_tf_dataset()
+                return dataset if ahead else Pipeline.of(dataset).beneath(["prefetch"]).dataset
 
             known = {"hooks": PyDatasetHooks(x, adapter, order.group), "rest": rest}
             dataset = rest(0)
@@ -205,7 +208,7 @@ class Source:
 
     @functools.cached_property
     def journal(self) -> Journal:
-        """What Python code has made for this worker, to be compared with other workers'."""
+        """Sketches of the elements that Python code has made, to compare them between workers."""
         return Journal()
 
     @property
@@ -235,9 +238,15 @@ class Source:
         return isinstance(self.x, keras.utils.PyDataset) or self.is_generator or is_grain(self.x)
 
     @property
-    def reshuffled_by_keras(self) -> bool:
-        """Whether each epoch needs a shard of its own, for a new order."""
-        is_array = not (datasets.is_dataset(self.x) or self.is_function() or self.is_read_once)
+    def has_shards_of_passes(self) -> bool:
+        """Whether each pass needs a shard of its own, for a new order.
+
+        Keras reshuffles arrays, and the place of a shuffle in its sequence of orders may be unknown
+        in another TensorFlow.
+        """
+        if datasets.is_dataset(self.x):
+            return Pipeline.of(self.x).may_reorder and not has_known_states()
+        is_array = not (self.is_function() or self.is_read_once)
         return bool(self.shuffle) and is_array and datasets.global_seed() is None
 
 
@@ -247,7 +256,7 @@ def _with_class_weight(shard: Shard, class_weight: Any) -> Shard:
     mapped = shard.dataset.map(
         without_autograph(lambda parts, *sizes: (tuple(add_weights(*p) for p in parts), *sizes))
     )
-    spec = spec_of(mapped)[0][0]
+    spec = Pipeline.of(mapped).spec[0][0]
     return dataclasses.replace(shard, dataset=configured(mapped), element_spec=spec)
 
 

@@ -10,11 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.cluster.group import Group
-from tfmw.compat import rebuilding
-from tfmw.data.reshuffles import Reshuffles
-
-INFINITE = -1
-"""`Shard.steps` of an infinite dataset."""
+from tfmw.compat.file_readers import default_cycle_length
+from tfmw.compat.pipelines import INFINITE as INFINITE
+from tfmw.data.reshuffles import ShuffleProgress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +56,8 @@ class Sharding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
-    """The source of the order of examples: seeds that all workers share.
+class SharedOrder:
+    """Seeds and cycle lengths that all workers share, so that their examples have one order.
 
     Attributes:
         seed: for shuffles without a seed.
@@ -74,7 +72,7 @@ class Order:
     cycle_lengths: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def agree(self, local: Any) -> Any:
-        """The chief's JSON value, of all tasks'."""
+        """The JSON value of the chief, on all tasks."""
         return self.group.from_chief(lambda: local)
 
     def cycle_length(self, calls: int | None) -> int:
@@ -85,7 +83,7 @@ class Order:
         Args:
             calls: its number of parallel calls.
         """
-        return self.cycle_length_of(str(calls), lambda: rebuilding.default_cycle_length(calls))
+        return self.cycle_length_of(str(calls), lambda: default_cycle_length(calls))
 
     def cycle_length_of(self, name: str, own: Callable[[], int]) -> int:
         """The chief's cycle length of the transformation with this name; `own` is this worker's."""
@@ -112,10 +110,48 @@ class ShardSizes:
         return cls(total % sharding.replicas != 0, total < sharding.replicas)
 
 
+@dataclasses.dataclass(frozen=True)
+class Cursor:
+    """A place in the data, which a backup contains as JSON.
+
+    Attributes:
+        seed: for shuffles without a seed.
+        passes: number of passes begun.
+        in_pass: steps done in the current pass; None between two passes.
+        done: steps done in the current epoch.
+        begun: whether an epoch has started and not ended.
+        steps: number of steps of an epoch, or the most of one; None while unknown.
+        pass_steps: the most steps of a pass; None while unknown, and for infinite data.
+        batches_per_step: the number of replicas, if batches are not split.
+        source: the source's own state: "orders", for each reshuffling shuffle its passes before the
+            current one, "orders_now" at this place, as other calls and validations count too,
+            "orders_left" after a call that ends here; "kept" as `ShuffleProgress` has it;
+            "cycle_lengths" of `SharedOrder`; "drawn_from" of `EpochHooks.state`, within a pass.
+    """
+
+    seed: int
+    passes: int
+    in_pass: int | None
+    done: int
+    begun: bool
+    steps: int | None
+    pass_steps: int | None = None
+    batches_per_step: int = 1
+    source: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> Cursor:
+        """The cursor of a backup. In earlier versions the source's state was not apart."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        known = {name: value for name, value in saved.items() if name in names}
+        rest = {n: value for n, value in saved.items() if n not in names and value is not None}
+        return cls(**{"source": rest, **known})
+
+
 class EpochHooks:
     """The calls of a source around epochs: none, if it is no Python code."""
 
-    def state_at(self, batches: int) -> Any:
+    def state(self, batches: int) -> Any:
         """A JSON value from which `restore` continues the current pass after so many batches."""
 
     def length(self) -> int | None:
@@ -145,7 +181,7 @@ class EpochHooks:
         """Continues a pass that an earlier run has begun.
 
         Args:
-            state: `state_at` of that run; None in backups of earlier versions.
+            state: `state` of that run; None in backups of earlier versions.
             seed: of the run.
             passes: number of this pass, from 1.
         """
@@ -182,6 +218,10 @@ class Shard:
     element_spec: Any
     batch_size: int | None = None
     size_known: bool = True
-    reshuffles: Reshuffles = dataclasses.field(default_factory=Reshuffles)
+    reshuffles: ShuffleProgress = dataclasses.field(default_factory=ShuffleProgress)
     hooks: EpochHooks = dataclasses.field(default_factory=EpochHooks)
     rest: Callable[[int], tf.data.Dataset] | None = None
+
+    def batches(self, start: int, per_step: int = 1) -> tf.data.Dataset:
+        """The dataset from a batch of the data on, of which `per_step` make a step."""
+        return self.dataset.skip(start // per_step) if self.rest is None else self.rest(start)

@@ -14,20 +14,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw.compat import datasets, rebuilding
+from tfmw.compat import datasets
+from tfmw.compat.pipelines import INFINITE, MOVES, Pipeline
 from tfmw.data.batches import (
-    beneath,
     configured,
-    element_of,
     examples_of,
     filled,
-    global_batch_size,
-    input_of,
+    map_elements,
     parts_of,
     rows_of,
-    spec_of,
-    static_batch_size,
-    steps_in,
     without_autograph,
     without_optionals,
     zeros,
@@ -35,52 +30,47 @@ from tfmw.data.batches import (
 from tfmw.data.comparison import refuse_own_elements
 from tfmw.data.order import reshuffles_of
 from tfmw.data.seek import seek
-from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
+from tfmw.data.values import Shard, Sharding, ShardSizes, SharedOrder
 from tfmw.errors import UsageError
 
 
-def of_one_replica(dataset: tf.data.Dataset, read_ahead: bool = True) -> Shard:
+def of_one_replica(pipeline: Pipeline, read_ahead: bool = True) -> Shard:
     """The shard of the only replica."""
-    batches = divided_by_steps(dataset)
-    tuned = rebuilding.is_tunable(dataset)
+    batches = divided_by_steps(pipeline.dataset)
     even = ShardSizes(uneven=False, empty=False)
+    tuned = pipeline.is_tunable
     return Shard(
         configured(batches, in_order=False, tuned=tuned, read_ahead=read_ahead),
-        steps_in(dataset),
+        pipeline.length,
         even,
         even,
-        spec_of(dataset),
-        global_batch_size(dataset),
+        pipeline.spec,
+        pipeline.batch_size,
     )
 
 
-def by_slices(dataset: tf.data.Dataset, sharding: Sharding, read_ahead: bool) -> Shard:
+def by_slices(pipeline: Pipeline, sharding: Sharding, read_ahead: bool) -> Shard:
     """Every worker runs the whole pipeline and keeps its rows of each global batch."""
-    spec = spec_of(dataset)
+    spec = pipeline.spec
     _refuse_scalars(spec)
-    zipped = _refuse_uneven_zip(dataset, sharding)
-    batch_size = global_batch_size(dataset)
+    zipped = _refuse_uneven_zip(pipeline, sharding)
     if not zipped:
-        _refuse_other_rows(spec, batch_size)
-    small = not zipped and is_small(spec, batch_size)
+        _refuse_other_rows(spec, pipeline.batch_size)
+    small = not zipped and is_small(spec, pipeline.batch_size)
     if small:
-        steps = divided_by_steps(dataset)
+        steps = divided_by_steps(pipeline.dataset)
     else:
-        element = element_of(dataset)
-
-        def divided(*arguments: Any) -> Any:
-            return _slices(element(arguments), sharding, zipped)
-
-        steps = dataset.map(
-            without_autograph(divided),
-            num_parallel_calls=tf.data.AUTOTUNE if read_ahead else None,
-            deterministic=True if read_ahead else None,
+        ahead = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
+        steps = map_elements(
+            pipeline.dataset,
+            lambda batch: _slices(batch, sharding, zipped),
+            **(ahead if read_ahead else {}),
         )
-    size = static_batch_size(spec)
-    sizes = ShardSizes(True, True) if size is None else ShardSizes.of(size, sharding)
-    tuned = not small or rebuilding.is_tunable(dataset)
+    rows = pipeline.static_rows
+    sizes = ShardSizes(True, True) if rows is None else ShardSizes.of(rows, sharding)
+    tuned = not small or pipeline.is_tunable
     steps = configured(steps, tuned=tuned, read_ahead=read_ahead)
-    return Shard(steps, steps_in(dataset), sizes, sizes, spec, batch_size)
+    return Shard(steps, pipeline.length, sizes, sizes, spec, pipeline.batch_size)
 
 
 # Bytes of a global batch whose copy takes less than a millisecond.
@@ -204,24 +194,23 @@ _ZIPPED = (
 )
 
 
-def _refuse_uneven_zip(dataset: tf.data.Dataset, sharding: Sharding) -> bool:
+def _refuse_uneven_zip(pipeline: Pipeline, sharding: Sharding) -> bool:
     """Whether batches are zipped, of parts with different numbers of examples.
 
     Raises before the first step if `_rows_checked` would fail in a later one.
     """
-    above = beneath(dataset, rebuilding.MOVES)
-    node = beneath(above, (*rebuilding.MOVES, *datasets.Map))
-    if not isinstance(node, datasets.Zip):
+    above = pipeline.beneath(MOVES)
+    node = above.beneath(("map", *MOVES))
+    if node.kind != "zip":
         return False
-    inputs = datasets.dataset_inputs(node)
-    sizes = [global_batch_size(part) for part in inputs]
+    sizes = [part.batch_size for part in node.inputs]
     if len(set(sizes)) == 1 and None not in sizes:
         return False
     if None in sizes or above is not node:  # a map may leave parts out
         return True
-    lengths = [steps_in(part) for part in inputs]
+    lengths = [part.length for part in node.inputs]
     steps = min((length for length in lengths if length not in (None, INFINITE)), default=None)
-    for part, size, length in zip(inputs, sizes, lengths, strict=True):
+    for part, size, length in zip(node.inputs, sizes, lengths, strict=True):
         # zip ends with the shortest part: the last batch of a longer part is not read.
         last = _last_batch(part) if length == steps else None
         for rows in (size, last):
@@ -234,15 +223,12 @@ def _refuse_uneven_zip(dataset: tf.data.Dataset, sharding: Sharding) -> bool:
     return True
 
 
-def _last_batch(dataset: tf.data.Dataset) -> int | None:
+def _last_batch(part: Pipeline) -> int | None:
     """The size of the last batch; None if unknown."""
-    if not isinstance(dataset, datasets.Batch):
-        return None
-    size, drop_remainder = datasets.batch_arguments(dataset)
-    count = steps_in(input_of(dataset))
+    count = part.input.length if part.kind == "batch" else None
     if count is None or count == INFINITE:
         return None
-    return size if drop_remainder else count % size or size
+    return part.size if part.drop_remainder else count % part.size or part.size
 
 
 # ---------------------------------------------------------------- not split
@@ -260,7 +246,7 @@ def shard_function(
         dataset_fn: returns this worker's pipeline, batched by the batch size of one replica.
         sharding: what the `InputContext` describes.
         skip: number of steps to skip at the beginning.
-        index_dir: see `Order`.
+        index_dir: see `SharedOrder`.
 
     Raises:
         UsageError: the function returns something else.
@@ -279,24 +265,27 @@ def shard_function(
     if getattr(dataset_fn, "_tfmw_at_most_once", False):
         skip = 0  # the service has no position
     else:
-        refuse_own_elements(dataset, Sharding())
-    reshuffles = reshuffles_of(dataset)
-    own = Order(index_dir=index_dir)  # other workers may have other pipelines
-    rest = seek(without_optionals(dataset), skip * sharding.local_replicas, reshuffles, own)
-    return dataclasses.replace(_of_function(rest, sharding), reshuffles=reshuffles)
+        refuse_own_elements(Pipeline.of(dataset), Sharding())
+    pipeline = Pipeline.of(without_optionals(dataset))
+    reshuffles = reshuffles_of(pipeline)
+    own = SharedOrder(index_dir=index_dir)  # other workers may have other pipelines
+    if skip:
+        pipeline = Pipeline.of(seek(pipeline, skip * sharding.local_replicas, reshuffles, own))
+    shard = _of_function(pipeline, sharding)
+    shard.reshuffles = reshuffles
+    return shard
 
 
-def _of_function(dataset: tf.data.Dataset, sharding: Sharding) -> Shard:
-    local_replicas = sharding.local_replicas
+def _of_function(pipeline: Pipeline, sharding: Sharding) -> Shard:
+    dataset, local_replicas = pipeline.dataset, sharding.local_replicas
     if sharding.replicas == 1:
-        return of_one_replica(dataset)
-    spec, element = spec_of(dataset), element_of(dataset)
+        return of_one_replica(pipeline)
     if local_replicas == 1:
-        steps = dataset.map(without_autograph(lambda *b: counted((element(b),))))
+        steps = map_elements(dataset, lambda batch: counted((batch,)))
     else:
-        batches = dataset.map(without_autograph(lambda *b: (element(b), examples_of(element(b)))))
-        steps = _taken_together(batches, spec, local_replicas)
-    return with_unknown_totals(steps, spec, sharding, None)
+        batches = map_elements(dataset, lambda batch: (batch, examples_of(batch)))
+        steps = _taken_together(batches, pipeline.spec, local_replicas)
+    return with_unknown_totals(steps, pipeline.spec, sharding, None)
 
 
 def counted(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tf.Tensor]:
@@ -304,12 +293,9 @@ def counted(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tf.Tensor]:
     return parts, tf.stack([examples_of(part) for part in parts])
 
 
-def by_batches(
-    dataset: tf.data.Dataset, sharding: Sharding, size: int | None, read_ahead: bool
-) -> Shard:
+def by_batches(pipeline: Pipeline, sharding: Sharding, size: int | None, read_ahead: bool) -> Shard:
     """Each replica takes whole batches, R of which make a step."""
-    local, count = sharding.local_replicas, steps_in(dataset)
-    spec = spec_of(dataset)
+    local, count, spec = sharding.local_replicas, pipeline.length, pipeline.spec
     remainder = 0 if count in (None, INFINITE) else count % sharding.replicas
     # A worker without a batch in the last step gets the last one, which does not count.
     more = 0 < remainder <= sharding.local.start
@@ -322,7 +308,7 @@ def by_batches(
     def with_count(j: tf.Tensor, batch: Any) -> Any:
         return batch, tf.where(sharding.is_local(j), examples_of(_labels(batch)), 0)
 
-    batches = dataset.enumerate().filter(without_autograph(is_read))
+    batches = pipeline.dataset.enumerate().filter(without_autograph(is_read))
     batches = batches.map(without_autograph(with_count))
     if local == 1:
         steps = batches.map(without_autograph(lambda batch, count: ((batch,), count[None])))

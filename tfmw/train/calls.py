@@ -341,7 +341,7 @@ def _evaluate_beside(context: FitContext, arguments: FitArguments) -> keras.call
             f"this task is an evaluator and {missing} was not given: it evaluates each backup of "
             "the training on the validation data; pass both to fit on every task."
         )
-    context.build(arguments.source.shard(context.sharding, data.Order()).element_spec)
+    context.build(arguments.source.shard(context.sharding, data.SharedOrder()).element_spec)
     return evaluator.watch(
         context.model, validate, backup.backup_dir, remove=backup.delete_checkpoint
     )

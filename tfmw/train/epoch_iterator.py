@@ -7,8 +7,8 @@
         data.advance(steps, call.max_steps)
     data.end_epoch()
 
-`position` is a value. An iterator that is created with it, on any number of workers, continues with
-the next batches in the same order.
+`position` is a `Cursor`. An iterator that is created with it, on any number of workers, continues
+with the next batches in the same order.
 """
 
 from __future__ import annotations
@@ -34,30 +34,6 @@ class Call:
     iterator: Any  # over the shard's dataset
 
 
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """A position in the data, which a backup contains as JSON.
-
-    Backups of earlier versions may lack fields that have defaults.
-    """
-
-    seed: int  # of the shuffles without a seed
-    passes: int  # number of passes begun
-    in_pass: int | None  # steps done in the current pass; None between two passes
-    done: int  # steps done in the current epoch
-    begun: bool  # whether an epoch has started and not ended
-    steps: int | None  # of an epoch, or the most of one; None while unknown
-    # For each reshuffling shuffle, its passes before the current one; None: each pass of a call.
-    orders: list[int] | None = None
-    orders_now: list[int] | None = None  # at this position: other calls and validations count, too
-    orders_left: list[int] | None = None  # after a call that ends at this position
-    batches_per_step: int = 1  # the number of replicas, if batches are not split
-    drawn_from: Any = None  # the state of the source in a pass; see `EpochHooks.state_at`
-    cycle_lengths: dict[str, int] | None = None  # see `data.Order`
-    pass_steps: int | None = None  # see `EpochIterator._pass_steps`
-    kept: dict[str, int] | None = None  # see `data.Reshuffles`
-
-
 class EpochIterator:
     """Reads a source epoch after epoch.
 
@@ -67,7 +43,7 @@ class EpochIterator:
         sharding: the division of global batches.
         steps: number of steps of one epoch; None for one pass over the data.
         argument: the name of the user's argument for `steps`.
-        position: a `Position` of an interrupted run, as JSON; see `restore_position`.
+        position: a `Cursor` of an interrupted run, as JSON; see `restore_position`.
         index_dir: keeps the indices of files of records, with which a run resumes at once.
         steps_per_execution: of the model.
 
@@ -92,11 +68,11 @@ class EpochIterator:
         self._group = group
         self._sharding = sharding
         self._requested_steps = steps
-        was = self._restored = None if position is None else Position(**position)
+        was = self._restored = None if position is None else data.Cursor.from_json(position)
         seed = group.agreed_value(f"seed, {argument}", _draw_seed) if was is None else was.seed
-        # Of the chief's machine: a resumed run has the order of the first one.
-        cycle_lengths = (was and was.cycle_lengths) or {}
-        self._order = data.Order(seed, group, index_dir, cycle_lengths)
+        # Those of the chief's machine: a resumed run has the order of the first one.
+        cycle_lengths = (was and was.source.get("cycle_lengths")) or {}
+        self._order = data.SharedOrder(seed, group, index_dir, cycle_lengths)
         self._indexing: list[Any] | None = None  # processes
         self.resumes_inside_epoch = was is not None and was.begun
         self._passes = 0
@@ -254,11 +230,10 @@ class EpochIterator:
                 )
         source, order = self._source, self._order
         read_once = skip and source.is_read_once and batches % self._batches_per_step == 0
-        if source.reshuffled_by_keras:
+        if source.has_shards_of_passes:
             order = dataclasses.replace(order, seed=order.seed + self._passes)
         if read_once:
-            steps = batches // self._batches_per_step
-            rest = shard.rest(batches) if shard.rest else shard.dataset.skip(steps)
+            rest = shard.batches(batches, self._batches_per_step)
             shard = dataclasses.replace(shard, dataset=rest)
         elif skip or (self._passes and order is not self._order):
             # Skipped below the maps, so that skipped elements are not decoded.
@@ -312,27 +287,29 @@ class EpochIterator:
 
     # ------------------------------------------------------------ position
 
-    def position(self, in_epoch: bool) -> Position:
+    def position(self, in_epoch: bool) -> data.Cursor:
         """The position in the data; `in_epoch`: whether an epoch has started and not ended."""
         in_pass = self._steps_in_pass if self.iterator is not None else None
         now = self.shard.reshuffles.passes if self.shard.reshuffles else []
-        return Position(
-            self._order.seed,
-            self._passes,
-            in_pass,
-            self.steps_done if in_epoch else 0,
-            in_epoch,
-            self.steps_per_epoch,
-            now if in_pass is None else self._orders,
-            now,
-            now if in_pass is None else self._orders_left(),
-            self._batches_per_step,
-            None
-            if in_pass is None
-            else self.shard.hooks.state_at(in_pass * self._batches_per_step),
-            self._order.cycle_lengths,
-            self._pass_steps,
-            self.shard.reshuffles.kept,
+        state = {
+            "orders_now": now,
+            "orders": now if in_pass is None else self._orders,
+            "orders_left": now if in_pass is None else self._orders_left(),
+            "kept": self.shard.reshuffles.kept,
+            "cycle_lengths": self._order.cycle_lengths,
+        }
+        if in_pass is not None:
+            state["drawn_from"] = self.shard.hooks.state(in_pass * self._batches_per_step)
+        return data.Cursor(
+            seed=self._order.seed,
+            passes=self._passes,
+            in_pass=in_pass,
+            done=self.steps_done if in_epoch else 0,
+            begun=in_epoch,
+            steps=self.steps_per_epoch,
+            pass_steps=self._pass_steps,
+            batches_per_step=self._batches_per_step,
+            source=state,
         )
 
     def index_files(self) -> None:
@@ -360,18 +337,19 @@ class EpochIterator:
             self.shard.hooks.skip()
         orders = self.shard.reshuffles
         if orders:
-            orders.passes = [self._passes] * len(orders) if was.orders is None else was.orders
-            orders.kept = was.kept or {}
+            each_pass = [self._passes] * len(orders)  # in the oldest backups
+            orders.passes = was.source.get("orders", each_pass)
+            orders.kept = was.source.get("kept", {})
         if was.in_pass is not None:
-            self.shard.hooks.restore(was.drawn_from, was.seed, was.passes)
+            self.shard.hooks.restore(was.source.get("drawn_from"), was.seed, was.passes)
             self._begin_pass(was.in_pass, was.in_pass * was.batches_per_step)
             if self._requested_steps is None and was.batches_per_step != self._batches_per_step:
                 self._steps_of_resumed = self._pass_end
         self.restore_orders("orders_now")
 
     def restore_orders(self, name: str) -> None:
-        """Sets how many orders the shuffles of the user's dataset have had, by a `Position`'s."""
-        orders = getattr(self._restored, name, None)
+        """Sets how many orders the user's shuffles have had: `name` of the cursor's source."""
+        orders = None if self._restored is None else self._restored.source.get(name)
         if orders is not None and self.shard.reshuffles:
             self.shard.reshuffles.passes = orders
 

@@ -31,7 +31,8 @@ import tensorflow as tf
 from tfmw import data
 from tfmw.cluster import membership
 from tfmw.cluster.cluster import MEMBER
-from tfmw.compat import datasets, model_methods, models, rebuilding
+from tfmw.compat import datasets, model_methods, models
+from tfmw.compat.pipelines import Pipeline, without_devices
 from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.data import reshuffles
 from tfmw.data.random_state import restore_random_state
@@ -302,7 +303,7 @@ def _build(arguments: FitArguments) -> None:
 
     def build(**passed: Any) -> None:
         source = dataclasses.replace(arguments, **passed).split().source
-        shard = source.shard(data.Sharding(), data.Order())
+        shard = source.shard(data.Sharding(), data.SharedOrder())
         models.build_all(model, shard.element_spec)
         raise _Built
 
@@ -330,12 +331,12 @@ def _sent(x: Any, what: str) -> Any:
         )
     if not datasets.is_dataset(x):
         return x
-    x = datasets.without_devices(x)
+    x = without_devices(x)
     alternative = (
         "pass a callable that builds it in each process: "
         "tfmw.fit(model, lambda context: make_dataset(context), workers=...)."
     )
-    if (size := rebuilding.bytes_of_arrays(x)) > _LARGEST_GRAPH:
+    if (size := Pipeline.of(x).bytes_of_arrays) > _LARGEST_GRAPH:
         raise UsageError(
             f"{what} is a dataset over arrays of {size / 1e9:.1f} GB, and a graph that is sent to "
             "other processes holds at most 2 GB: pass the arrays themselves, which travel beside "

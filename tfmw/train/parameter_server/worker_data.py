@@ -21,7 +21,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw import data
-from tfmw.compat import datasets, rebuilding
+from tfmw.compat import datasets
+from tfmw.compat.pipelines import Pipeline
 from tfmw.data.reshuffles import renew_all
 from tfmw.errors import UsageError
 
@@ -63,7 +64,7 @@ def for_workers(
 
 
 @dataclasses.dataclass(frozen=True)
-class _OrderOfWorker(data.Order):
+class _OrderOfWorker(data.SharedOrder):
     """Other seeds of shuffles on each worker."""
 
     worker: int = 0
@@ -95,8 +96,9 @@ def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.
     order = _OrderOfWorker(_UNSEEDED, worker=worker)
     begin = 0
     if datasets.is_dataset(source.x):
-        if rebuilding.may_shuffle_inside(source.x):
-            source = dataclasses.replace(source, x=data.ordered(source.x, order)[0])
+        pipeline = Pipeline.of(source.x)
+        if pipeline.may_reorder:
+            source = dataclasses.replace(source, x=data.ordered(pipeline, order)[0].dataset)
         else:
             begin = max(0, int(source.x.cardinality())) * worker // workers
     shard = source.shard(data.Sharding(), order)
