@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flush(quiet: bool) -> None:
-    """Writes what is left of the output. At exit Python would do it, with a traceback."""
+    """Flushes the output. At exit Python would do it, with a traceback."""
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
             if stream is not None:

@@ -39,7 +39,7 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
     """Returns once every training task of `cluster` has connected and agrees.
 
     Args:
-        cluster: a cluster of several training tasks, of which this process is one.
+        cluster: a cluster of several training tasks; this process is one of them.
         facts: what must be the same on every task, by name (versions, options).
         timeout_s: seconds to wait for all tasks.
 

@@ -6,8 +6,8 @@
     limit_silence([("10.0.0.7", 2222)], 15.0)       # they fail once it has been silent for so long
 
 TensorFlow's gRPC sends no keep-alive. A call to a machine that lost its power, or its network,
-waits for ever, as no packet ever ends the connection. Whoever notices the loss ends it here. The
-kernel notices by itself where a limit was set before: no thread of this process has to run for it.
+waits for ever, as no packet ever ends the connection. The process that notices the loss ends it
+here. The kernel notices by itself if a limit was set before, without a thread of this process.
 Where the system has no /proc, nothing happens.
 
 Standard library only.

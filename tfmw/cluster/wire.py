@@ -225,7 +225,7 @@ class Server:
 
     def _drop_strangers(self, keep: int) -> None:
         while len(self._strangers) > keep:
-            with contextlib.suppress(OSError, IndexError):  # its thread ends by that
+            with contextlib.suppress(OSError, IndexError):  # its thread then ends
                 self._strangers.popleft().shutdown(socket.SHUT_RDWR)
 
     def _serve(self, peer: socket.socket) -> None:

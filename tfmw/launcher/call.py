@@ -99,7 +99,7 @@ def receive() -> Callable[[], None]:
     path, blob, sizes = pickle.load(sys.stdin.buffer)
     arrays = []
     if sizes:
-        # What the child changes stays its own.
+        # The child gets a private copy: its changes do not reach the file.
         mapped = memoryview(mmap.mmap(sys.stdin.fileno(), 0, access=mmap.ACCESS_COPY))
         start = sys.stdin.buffer.tell()
         for size in sizes:

@@ -17,8 +17,8 @@ peer.
     Additional GRPC error information from remote target /job:worker/replica:0/task:1 while ...
     :UNKNOWN:Error received from peer  {grpc_status:14, ...}
 
-TF_CPP_MIN_LOG_LEVEL=2 leaves TensorFlow's errors, of which these tell nothing. With ten tasks they
-hide the tasks' own output. The launcher does not print them; the log files keep them. Only these
+TF_CPP_MIN_LOG_LEVEL=2 leaves TensorFlow's errors, and these tell nothing. With ten tasks they hide
+the tasks' own output. The launcher does not print them; the log files keep them. Only these
 messages are hidden: another message of the same source files, such as a driver of the wrong
 version, is printed. Notices checked with TensorFlow 2.18.1 to 2.21.0, follow-up errors with 2.21.0.
 """

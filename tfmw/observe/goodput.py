@@ -104,7 +104,7 @@ def line(by_task: Mapping[str, Division]) -> str | None:
     """One line about a run; None if it has made no step.
 
     Args:
-        by_task: the divisions of the tasks that train, of which the first one is shown.
+        by_task: the divisions of the tasks that train; the first one is shown.
     """
     first = next(iter(by_task.values()), Division())
     total = sum(first.seconds)

@@ -3,8 +3,8 @@
     state = Controller(spec, tasks, folder).run()          # "done", "failed", "cancelled", ...
 
 It runs where the engine puts it: in Slurm's batch script, in an actor of Ray, beside Spark's
-driver. What it writes into its folder is all that others see of the job (`job.py` has the names). A
-file named `cancel` in it ends the job.
+driver. Others see only the files that it writes into its folder (`job.py` has the names). A file
+named `cancel` in it ends the job.
 """
 
 from __future__ import annotations

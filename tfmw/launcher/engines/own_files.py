@@ -3,7 +3,7 @@
     write(folder / "result.pickle", data)     # in the controller
     read(folder, "result.pickle")             # in whoever holds the job
 
-What a folder of a job holds is unpickled, or executed, by whoever reads it. So `read` takes a file
+The readers of a job's folder unpickle or execute its files. So `read` takes a file
 only if it and its folder belong to this user, and no other user can write to the folder. The checks
 are made on what is open, not on a name that may mean something else a moment later.
 """

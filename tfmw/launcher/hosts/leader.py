@@ -329,7 +329,7 @@ class Leader:
             return 0.0
         cut_off = missing & set(self.record.hosts)
         drain_s = DRAIN_S if cut_off else 0.0
-        # Who led before has released the lock only after its tasks; the others may not know yet.
+        # The leader before released the lock after its tasks ended; other hosts may not know yet.
         if self._inherited and cut_off - {self._former}:
             drain_s += SILENCE_S + HEARTBEAT_S
         return max(self.settings.rejoin_timeout_s, drain_s)
@@ -418,7 +418,7 @@ class Leader:
             self._send(host, messages.Over(status, lines))
 
     def publish(self, **changes: Any) -> None:
-        """Writes the record, with changes. What follows depends on it."""
+        """Writes the record, with changes. Later events depend on it."""
         self.record = dataclasses.replace(self.record, **changes)
         self.keeper.publish(self.record)
 

@@ -10,8 +10,8 @@
     lease.secret()                   # of all hosts that reach the lock; the first call draws it
     lease.fence                      # how tasks find the record; see `tfmw.storage.fence`
 
-Each call may wait for a network, and raises OSError if its answer cannot be known now. What happens
-to a leader that is cut off differs between the two kinds: see docs/explain/leader-election.md.
+Each call may wait for a network, and raises OSError if its answer cannot be known now. The two
+kinds treat a leader that is cut off differently: see docs/explain/leader-election.md.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class HostSettings:
 
     hosts: tuple[str, ...]  # names or addresses, the same everywhere; "host:port" in a run
     workers_per_host: int = 1  # tasks that train, on each host
-    min_hosts: int | None = None  # how few hosts may train; None: all of them
+    min_hosts: int | None = None  # the least number of hosts that train; None: all of them
     rejoin_timeout_s: float = 30.0  # to wait for hosts that are not there
     options: RunOptions = dataclasses.field(default_factory=RunOptions)  # restarts, time limits
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # further settings, by name

@@ -9,8 +9,8 @@ A state machine without a socket, thread, file or clock of its own. Each method 
 which it calls the links, the lock's keeper and the tasks. None of them calls it back:
 `supervisor_loop.py` hands over what they report, and tests put simulated ones there.
 
-Who has the lock leads (`leader.py`). All others are connected to it. A supervisor whose connection
-to the leader is lost ends its tasks at once, and one that has lost the lock does too.
+The host that has the lock leads (`leader.py`). All others are connected to it. A supervisor that
+loses its connection to the leader, or the lock, ends its tasks at once.
 """
 
 from __future__ import annotations

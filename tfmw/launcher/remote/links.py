@@ -178,7 +178,7 @@ class _Link:
                     async with asyncio.timeout(self.timing.silence_s):
                         await self.writer.drain()
                 self.backlog -= len(data)
-            # What the other side still sends is read: else it gets a reset, and loses this.
+            # This side still reads: otherwise the other one gets a reset, and loses this data.
             self.writer.write_eof()
         except OSError:  # the other side reads nothing, or is gone: `serve` ends
             self.writer.transport.abort()
