@@ -137,9 +137,9 @@ class RestartPolicy:
         self.division = Division.of(saved["division"]) if saved["division"] else None
         self.errors = {(str(error), int(step)) for error, step in saved["errors"]}
 
-    def allows_restart_alone(self, failure: Failure) -> bool:
+    def allows_restart_alone(self, failure: Failure | None = None) -> bool:
         """Whether `max_restarts` allows one task to restart alone; counts the restart."""
-        if failure.usage or self.restarts >= self.options.max_restarts:
+        if (failure and failure.usage) or self.restarts >= self.options.max_restarts:
             return False
         self.restarts += 1
         return True

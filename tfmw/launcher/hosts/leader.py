@@ -232,9 +232,8 @@ class Leader:
 
     def _counts_restart(self) -> bool:
         """Counts a restart of single tasks, if one is left for all hosts together."""
-        if self._policy.restarts >= self.settings.options.max_restarts:
+        if not self._policy.allows_restart_alone():
             return False
-        self._policy.restarts += 1
         self.publish(policy=self._policy.saved())
         return True
 
