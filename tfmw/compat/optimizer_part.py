@@ -1,8 +1,8 @@
 """The shard of an optimizer's state that one worker keeps if workers shard the update.
 
     part = OptimizerPart(optimizer, own={0: slice(0, 50), 2: None}, sharded={0, 1, 2})
-    part.take() # frees the slots of other workers' shards with part.in_place(): # while a step is
-    traced
+    part.take()                        # frees the slots of other workers' shards
+    with part.in_place():              # while a step is traced
         optimizer.apply(grads_of_parts, variables)
 
 The optimizer stays the user's own object, with its counters, learning rate, decay and clipping.

@@ -3,7 +3,7 @@
 note_slots()                                   # once, before optimizers are built
 ids, counts = counts_of_all_replicas(ids, counts)
 assign_rows(variable, rows, values)
-reset_slots(variable, rows) # to their initial values
+reset_slots(variable, rows)                    # to their initial values
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Rows of ids for `HashTableEmbedding`: hash tables of bounded size in variables.
 
     places = table.find(ids, oldest)         # -1 for ids that are not in it
-    places = table.claim(new_ids, now) # free ones, or those used longest ago table.put(places,
-    new_ids, now)
+    places = table.claim(new_ids, now)       # free ones, or those used longest ago
+    table.put(places, new_ids, now)
 
-    part = Part(layer) # all buckets of a layer, or a range of them part.step(ids, counts, is_step)
-    # ids may get rows rows = part.rows(ids)
+    part = Part(layer)                       # all buckets of a layer, or a range of them
+    part.step(ids, counts, is_step)          # ids may get rows
+    rows = part.rows(ids)
 
 Places are divided into buckets, as in a set-associative cache, and an id may be in any place of its
 bucket. So a lookup compares an id with those of one bucket, whole batches at a time, and nothing is

@@ -2,8 +2,9 @@
 
 A training step, on the ids of the global batch:
 
-    record the step for ids that have a row count the others ids that were seen `min_count` times
-    now take the rows that were used longest ago
+    record the step for ids that have a row
+    count the others
+    ids that were seen `min_count` times now take the rows that were used longest ago
         these rows, and their slots of the optimizer, are initialized again
     look up the rows of this replica's ids; all ids without a row share row 0
 

@@ -87,7 +87,8 @@ class JoinedRows:
     Attributes:
         joined: the object that has them.
         variable: the variable that holds them.
-        first: the index of their first row in it. shape, dtype: shape and type of these rows.
+        first: the index of their first row in it.
+        shape, dtype: shape and type of these rows.
     """
 
     def __init__(self, joined: Joined, variable: tf.Variable, first: int, shape: list[int]):

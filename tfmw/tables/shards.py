@@ -4,8 +4,8 @@
 
     lookup = MultiTableLookup([shards, other_shards]) # rows of one shape and type
     route = lookup.route([ids, other_ids])
-    route.asked[server] # (number of ids by variable, its rows) rows, other_rows =
-    route.deliver(answers) # answers[server]: [n, ...], in that order
+    route.asked[server]                               # (number of ids by variable, its rows)
+    rows, other_rows = route.deliver(answers)         # answers[server]: [n, ...], in that order
 
 A variable is divided along its first axis into contiguous ranges, one `VariableShard` each. The
 shards concatenated are the whole variable, so backups and exports do not depend on their number. A
@@ -62,8 +62,8 @@ class VariableShard:
 
     Attributes:
         variable: the `tf.Variable` on the server, or a range of its rows.
-        server: the index of the server. start, stop: rows of the whole variable; 0 and 0 if it is
-        not divided.
+        server: the index of the server.
+        start, stop: rows of the whole variable; 0 and 0 if it is not divided.
         slots: the optimizer's slots for these rows, on the server, by id of the Keras variable.
         changed: bool [rows], on the server: true for rows that have changed since the last full
             backup. A table's slots share it; None for a variable that is no table.

@@ -157,7 +157,8 @@ class Slice:
     """Some rows of a table, in one of its shards.
 
     Attributes:
-        name: name of the table in files. start, stop: rows of the whole table.
+        name: name of the table in files.
+        start, stop: rows of the whole table.
     """
 
     name: str
