@@ -410,6 +410,11 @@ def test_an_unknown_form_of_states_is_noticed_and_passes_are_read_again(name: st
 def test_the_place_of_a_shuffle_in_an_unknown_state_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="keeps the place of a shuffle in a form that this"):
         ShuffleSeeds(shuffled())
+    of_function = EpochIterator(
+        data.Source(lambda _: shuffled().batch(4)), Group(0, 1), data.Sharding(), None, "steps"
+    )
+    with pytest.raises(UsageError, match="keeps the place of a shuffle in a form that this"):
+        of_function.begin_epoch()
     once = tf.data.Dataset.range(9).shuffle(9, reshuffle_each_iteration=False).batch(3)
     with pytest.raises(UsageError, match="with a seed, or install a version"):
         iterator(once, data.Sharding(2, 0))
