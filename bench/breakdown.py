@@ -147,7 +147,7 @@ def _worker(setting: str, name: str, epochs: int) -> dict[str, dict[str, float]]
     import tfmw
     from tfmw.train.mirrored.collectives import reduction
 
-    workers, alone, options, left_out = SETTINGS[setting]
+    workers, alone, options, unreduced = SETTINGS[setting]
     work, rank = WORKS[name], int(os.environ["RANK"])
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -161,7 +161,7 @@ def _worker(setting: str, name: str, epochs: int) -> dict[str, dict[str, float]]
 
     timer = keras.callbacks.LambdaCallback(on_epoch_end=on_epoch_end)
     timer.reads_optimizer = False
-    with meter.of_ring(), reduction.left_out() if left_out else contextlib.nullcontext():
+    with meter.of_ring(), reduction.without_reduction() if unreduced else contextlib.nullcontext():
         tfmw.fit(
             keras_network(name, keras),
             batches(name, 1 if alone else workers),

@@ -101,7 +101,7 @@ def functional():
 def test_unpacked_model_equals_the_packed_one(make):
     model = compiled(make())
     model.fit(X, Y, verbose=0, batch_size=32)
-    arrived = pickling.settled(call.loads(pickling.pack(model)))
+    arrived = pickling.rebuilt(call.loads(pickling.pack(model)))
     np.testing.assert_array_equal(arrived.predict(X, verbose=0), model.predict(X, verbose=0))
     going_on = [
         m.fit(X, Y, epochs=2, batch_size=32, shuffle=False, verbose=0).history["loss"]
@@ -123,7 +123,7 @@ from tfmw.train.checkpoint.store import BackupStore
 from tfmw.train import on_workers, pickling
 from tfmw.launcher import call
 from tests.engines import test_local
-model = pickling.settled(call.loads(open(sys.argv[1], "rb").read()))
+model = pickling.rebuilt(call.loads(open(sys.argv[1], "rb").read()))
 assert type(model) is test_local.Classifier
 numpy.save(sys.argv[2], model.predict(test_local.X, verbose=0))
 tfmw.fit(model, test_local.X, test_local.Y, verbose=0)

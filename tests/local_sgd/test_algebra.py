@@ -15,8 +15,10 @@ from tests.helpers.cases import each
 from tests.helpers.threads import Exchange, in_threads
 from tfmw.train.local_sgd.outer_step import OuterStep, fragments_of
 from tfmw.train.local_sgd.quantized_sum import BLOCK, LEVELS, QuantizedSum
+from tfmw.train.local_sgd.rounds import Rounds
 from tfmw.train.local_sgd.sync_settings import LocalSGD
 from tfmw.train.mirrored.collectives import ring
+from tfmw.train.mirrored.synchronization import EachStep
 
 SGD = keras.optimizers.SGD
 RANDOM = np.random.default_rng(0)
@@ -29,6 +31,13 @@ def settings(every: int, fragments: int = 1, overlap: int = 0) -> LocalSGD:
 def outer(values: list[Any], optimizer: Any = None, fragments: int = 1) -> OuterStep:
     config = keras.optimizers.serialize(optimizer or SGD(1.0))
     return OuterStep([tf.constant(v, tf.float32) for v in values], config, fragments)
+
+
+def test_rounds_have_all_that_a_driver_asks_of_a_synchronization():
+    strategy = tf.distribute.get_strategy()
+    asked = {name for name in dir(EachStep(strategy)) if not name.startswith("_")}
+    assert {"reduction", "count_examples", "reduced", "after_steps", "state"} <= asked
+    assert asked <= set(dir(Rounds(strategy, settings(2))))
 
 
 # ---------------------------------------------------------------- the schedule

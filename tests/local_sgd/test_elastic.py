@@ -17,7 +17,7 @@ from tests.programs.elastic import EPOCHS, X, Y, made
 from tfmw.callbacks import BackupAndRestore
 from tfmw.errors import UsageError
 from tfmw.train.checkpoint.store import BackupStore
-from tfmw.train.local_sgd.local_training import MemberBackups
+from tfmw.train.local_sgd.elastic_training import MemberBackups
 from tfmw.train.local_sgd.round_client import RoundClient
 
 ELASTIC = ("--elastic", "--max-restarts", "9")

@@ -195,7 +195,7 @@ def measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[R
     whole = seconds(model, dataset, options, steps)
     exchanges = read_exchanges(Path(os.environ[EXCHANGES_FILE]))
     update = sharded_update.description(model)
-    with reduction.left_out():
+    with reduction.without_reduction():
         local = seconds(model, dataset, options, steps)
         still = dataset.take(1).cache().repeat()
         compute = seconds(model, still, options, steps)

@@ -87,36 +87,40 @@ def depends_on(value: tf.Tensor, given: tf.Tensor) -> bool:
     return any(tensor is given for op in ancestors([value]) for tensor in op.inputs)
 
 
-def function_of(
-    value: tf.Tensor, given: Sequence[tf.Tensor]
-) -> Callable[[Sequence[tf.Tensor]], tf.Tensor] | None:
-    """A symbolic tensor as a function of tensors of its graph, which other graphs can call.
+def is_pure(op: tf.Operation) -> bool:
+    """Whether an operation depends on its inputs alone: on no state, and calls no function."""
+    calls = any(attribute.HasField("func") for attribute in op.node_def.attr.values())
+    return not (op.op_def.is_stateful or op.type == "Placeholder" or calls)
 
-    Returns None if it depends on anything else: on a variable, an input of the graph, a random
-    number.
+
+def function_of(
+    values: Sequence[tf.Tensor], given: Sequence[tf.Tensor]
+) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]] | None:
+    """The function that computes symbolic tensors from others of their graph.
+
+    Other graphs can call it with values for `given`. None if it depends on anything else: on a
+    variable, an input of the graph, a random number.
     """
-    names = [tensor.name for tensor in given]
-    nodes = []
-    for op in ancestors([value], stop=lambda tensor: tensor.name in names):
-        node = tf.compat.v1.NodeDef.FromString(op.node_def.SerializeToString())
-        if op.op_def.is_stateful or op.type == "Placeholder":
-            return None
-        if any(attribute.HasField("func") for attribute in node.attr.values()):
-            return None
+    numbers = {tensor.name: number for number, tensor in enumerate(given)}
+    ops = ancestors(values, stop=lambda tensor: tensor.name in numbers)
+    if not all(map(is_pure, ops)):
+        return None
+    nodes = [tf.compat.v1.NodeDef.FromString(op.node_def.SerializeToString()) for op in ops]
+    for node in nodes:
         inputs = [name for name in node.input if not name.startswith("^")]
         del node.input[:]
         node.input.extend(inputs)
         node.attr.pop("_class", None)  # this attribute names an operation to be placed with
         node.device = ""
-        nodes.append(node)
     graph_def = tf.compat.v1.GraphDef(node=nodes)
+    used = {tensor.name for op in ops for tensor in op.inputs} & numbers.keys()
+    computed = [value.name for value in values if value.name not in numbers]
 
-    def call(values: Sequence[tf.Tensor]) -> tf.Tensor:
-        mapping = dict(zip(names, values, strict=True))
-        (result,) = tf.graph_util.import_graph_def(
-            graph_def, input_map=mapping, return_elements=[value.name]
-        )
-        return result
+    def call(new: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        mapping = {name: new[numbers[name]] for name in used}
+        found = iter(tf.graph_util.import_graph_def(graph_def, mapping, computed) or ())
+        names = [value.name for value in values]
+        return [new[numbers[name]] if name in numbers else next(found) for name in names]
 
     return call
 

@@ -198,7 +198,7 @@ def _taking_rows(keras_take: Callable[..., Any]) -> Callable[..., Any]:
     return take
 
 
-class StandIn(_resource_variables.BaseResourceVariable):
+class ValuelessVariable(_resource_variables.BaseResourceVariable):
     """A variable without a value, which a SavedModel has in place of rows on servers.
 
     Its checkpoint has `mark` in place of the value, under the name that the value would have.
@@ -223,7 +223,7 @@ class StandIn(_resource_variables.BaseResourceVariable):
         return {VARIABLE_VALUE: tf.constant(self._mark)}
 
 
-class RowsElsewhere(RemoteRows):
+class ExternalRows(RemoteRows):
     """A variable without rows, which a SavedModel has in place of one with rows in files."""
 
     def __init__(

@@ -266,8 +266,10 @@ def whole_tables(variables: Iterable[object]) -> Iterator[ExportedTables]:
         mark = f"tfmw: the rows of table {number}"
         found[mark.encode()] = table
         name = f"tfmw_exported_{number}"
-        stand_in = table_variables.StandIn(name, table.shape, table.dtype, table.trainable, mark)
-        pairs.append((variable, stand_in))
+        valueless = table_variables.ValuelessVariable(
+            name, table.shape, table.dtype, table.trainable, mark
+        )
+        pairs.append((variable, valueless))
 
     def write_into(directory: str) -> None:
         if not found:

@@ -240,7 +240,7 @@ def tables_in_files(
         pairs = []
         for number, (name, variable) in enumerate(named.items()):
             table: Table = models.native(variable)
-            rows = table_variables.RowsElsewhere(
+            rows = table_variables.ExternalRows(
                 f"tfmw_exported_{number}",
                 table.shape.as_list(),
                 table.dtype,

@@ -1,19 +1,14 @@
 """fit, evaluate and predict: as Keras's methods of the same names, on every replica of a cluster.
 
-Read `fit` top to bottom: check the arguments, choose the strategy, shard the data, restore, train,
-export. The loop over epochs is in `loop.py`, steps are in `mirrored/` and
-`parameter_server/`.
+`fit` checks its arguments and chooses the strategy. All that a training does then is chosen in
+`plan.py`. The loop over epochs is in `loop.py`, steps are in `mirrored/` and `parameter_server/`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -21,25 +16,16 @@ import tensorflow as tf
 
 from tfmw import data
 from tfmw.cluster import membership
-from tfmw.compat.model_methods import given, given_arguments, is_overridden
+from tfmw.compat.model_methods import given, given_arguments
 from tfmw.errors import UsageError
 from tfmw.train import on_workers, strategies
-from tfmw.train.arguments import FitArguments, trained_in
+from tfmw.train.arguments import FitArguments
 from tfmw.train.callbacks.roles import TemporaryBackup, without_backup
-from tfmw.train.checkpoint import evaluator
-from tfmw.train.checkpoint.resume import Backups
-from tfmw.train.fit_context import FitContext, errors_reported, model_of
-from tfmw.train.local_sgd import local_training
-from tfmw.train.local_sgd.elastic_rounds import ElasticRounds
-from tfmw.train.local_sgd.round_client import RoundClient
-from tfmw.train.local_sgd.rounds import Rounds
+from tfmw.train.fit_context import errors_reported, model_of
 from tfmw.train.local_sgd.sync_settings import LocalSGD, refuse_retired, settings_of
-from tfmw.train.loop import TrainingLoop
-from tfmw.train.mirrored.one_pass import evaluated, pass_over, validate_as_user, validate_here
-from tfmw.train.mirrored.sync_training import MirroredTraining, run_prediction
-from tfmw.train.mirrored.synchronization import EachStep
+from tfmw.train.mirrored.one_pass import OnePass
 from tfmw.train.own_methods import call_own, is_chief
-from tfmw.train.parameter_server.ps_training import ParameterServerTraining
+from tfmw.train.plan import Plan
 from tfmw.train.saved_model import check_path, export
 
 
@@ -132,9 +118,18 @@ def fit(
         Preempted: a task received SIGTERM or SIGUSR1 and there is a `backup_dir`: the state is
             saved, and the process should end with the status of this exception (75).
     """
-    received = dict(locals())
-    refuse_retired(received.pop("retired"))
-    arguments = FitArguments(**received, given=given()).limited()
+    refuse_retired(retired)
+    arguments = FitArguments(
+        model=model, x=x, y=y, batch_size=batch_size, epochs=epochs, verbose=verbose,
+        callbacks=callbacks, validation_split=validation_split, validation_data=validation_data,
+        shuffle=shuffle, class_weight=class_weight, sample_weight=sample_weight,
+        initial_epoch=initial_epoch, steps_per_epoch=steps_per_epoch,
+        validation_steps=validation_steps, validation_batch_size=validation_batch_size,
+        validation_freq=validation_freq, strategy=strategy, workers=workers, on=on,
+        backup_dir=backup_dir, backup_every=backup_every, export_dir=export_dir, seed=seed,
+        gradient_compression=gradient_compression, precision=precision,
+        shard_optimizer=shard_optimizer, split_batch=split_batch, sync=sync, given=given(),
+    ).limited()  # fmt: skip
     settings_of(arguments)
     if workers is not None:
         return on_workers.fit_on_workers(fit, arguments)
@@ -172,16 +167,13 @@ class _Trainings:
 
     def train(self, **passed: Any) -> keras.callbacks.History:
         """Trains with these arguments of Keras's, and the call's others."""
-        arguments = dataclasses.replace(self._arguments, **passed).limited().split()
+        arguments = dataclasses.replace(self._arguments, **passed)
         self._count += 1
-        context = FitContext.of(arguments.model, arguments.strategy, "fit")
         if self._count > 1 and arguments.backup is not None:
             arguments = self._without_backup(arguments)
-        if membership.is_evaluator():
-            return _evaluate_beside(context, arguments)
-        with _entered(context, arguments) as (context, backups):
-            self._element_spec = _train(context, arguments, backups)
-        history: keras.callbacks.History = context.model.history
+        plan = Plan(arguments)
+        history = plan.run()
+        self._element_spec = plan.element_spec
         return history
 
     def _without_backup(self, arguments: FitArguments) -> FitArguments:
@@ -212,143 +204,8 @@ class _Trainings:
             export(model, export_dir, input_signature=signature)
 
 
-@contextlib.contextmanager
-def _entered(context: FitContext, arguments: FitArguments) -> Iterator[tuple[FitContext, Backups]]:
-    """The context of this task, and its backups."""
-    client = RoundClient.of_environment(os.environ)
-    if client is not None:
-        with local_training.entered(client, context, arguments) as member:
-            yield member
-        return
-    if arguments.sync is not None and arguments.sync.elastic:
-        raise UsageError(
-            "received elastic=True, and no server of rounds: start the script with tfmw run "
-            "--elastic --workers N, or pass workers=N."
-        )
-    with Backups(context.group, arguments.backup) as backups:
-        yield context, backups
-
-
-Training = MirroredTraining | ParameterServerTraining
-
-
-def _train(context: FitContext, arguments: FitArguments, backups: Backups) -> Any:
-    """Trains the model; returns the spec of a batch."""
-    training = _sharded(context, arguments, backups)
-    _require_same(context, arguments, training)
-    backups.restore(context.model, training.batch_size or arguments.batch_size)
-    loop = _loop(context, arguments, training, backups)
-    with trained_in(context.model, arguments.precision), training:
-        loop.run()
-    return training.element_spec
-
-
-def _sharded(context: FitContext, arguments: FitArguments, backups: Backups) -> Training:
-    """The driver of this call, with sharded data and a built model."""
-    record, alone = backups.record, arguments.sync is not None
-    servers = strategies.servers_of(context.strategy)
-    if servers is not None and alone:
-        raise UsageError(
-            f"received sync={arguments.sync}: workers of parameter servers keep no "
-            "weights of their own. Leave it out, or train with multi-worker mirroring."
-        )
-    if record is not None:  # on all tasks
-        # Workers of parameter servers draw their own seeds.
-        was = _kind("seed" not in record["feed"], "rounds" in record["feed"])
-        now = _kind(servers is not None, alone)
-        if was != now:
-            raise UsageError(
-                f"the backup is of {was}, and this is {now}: their "
-                "positions in the data differ in kind. Use another backup_dir; to continue with "
-                "the weights, load them with model.load_weights before tfmw.fit."
-            )
-    if servers is not None:
-        return ParameterServerTraining(context, arguments, servers, record)
-    settings, strategy = settings_of(arguments), context.strategy
-    if settings is None:
-        each_step = EachStep(strategy, arguments.gradient_compression, arguments.shard_optimizer)
-        return MirroredTraining(context, arguments, record, each_step)
-    settings.refuse_other(record)
-    if isinstance(backups, local_training.MemberBackups):
-        elastic = ElasticRounds(strategy, settings, context.sharding, backups.client)
-        return local_training.ElasticTraining(context, arguments, backups, elastic)
-    return MirroredTraining(context, arguments, record, Rounds(strategy, settings))
-
-
-def _kind(on_servers: bool, alone: bool) -> str:
-    if on_servers:
-        return "a training on parameter servers"
-    return "a training with sync=" if alone else "a synchronous training"
-
-
-def _require_same(context: FitContext, arguments: FitArguments, training: Training) -> None:
-    """Raises UsageError on every task if the tasks' arguments differ."""
-    context.group.require_same(
-        {
-            "epochs": arguments.epochs,
-            "initial_epoch": arguments.initial_epoch,
-            "steps per epoch": training.steps_per_epoch,
-            "the batch size": training.batch_size,
-            "the number of weights": sum(math.prod(w.shape) for w in context.model.weights),
-            "validation_freq": str(arguments.validation_freq),
-            "steps_per_execution": context.model.steps_per_execution,
-            "backup_every": str(arguments.backup_every),
-            "split_batch": arguments.split_batch,
-            "sync": str(settings_of(arguments)),
-            "collectives": membership.chosen_collectives(),
-        }
-    )
-
-
-def _loop(
-    context: FitContext, arguments: FitArguments, training: Training, backups: Backups
-) -> TrainingLoop:
-    callback_list = context.callback_list(
-        without_backup(arguments.callbacks)[0],
-        training,
-        verbose=0 if backups.is_done(arguments.epochs) else arguments.verbose,
-        steps=training.steps_per_epoch,
-        epochs=arguments.epochs,
-        history=True,
-    )
-    validate = _validation(context, arguments, training)
-    return TrainingLoop(training, backups, callback_list, arguments, validate)
-
-
-def _validation(
-    context: FitContext, arguments: FitArguments, training: Training | None
-) -> Callable[..., dict[str, Any]] | None:
-    """Evaluates the model on the validation data: (callbacks, signals) -> logs."""
-    if arguments.validation_source is None:
-        return None
-    validate: Callable[..., dict[str, Any]]
-    if isinstance(training, MirroredTraining):
-        validate = training.validate
-    else:
-        validate = functools.partial(validate_here, context.model, arguments)
-    if not is_overridden(context.model, "evaluate"):
-        return validate
-    ordinary = None if training is None else training.ordinary_model
-    return functools.partial(validate_as_user, context, arguments, ordinary, validate)
-
-
-def _evaluate_beside(context: FitContext, arguments: FitArguments) -> keras.callbacks.History:
-    """`fit` on an evaluator: evaluates the backups of the training."""
-    backup, validate = arguments.backup, _validation(context, arguments, None)
-    if backup is None or validate is None:
-        missing = "backup_dir" if backup is None else "validation_data"
-        raise UsageError(
-            f"this task is an evaluator and {missing} was not given: it evaluates each backup of "
-            "the training on the validation data; pass both to fit on every task."
-        )
-    context.build(arguments.source.shard(context.sharding, data.SharedOrder()).element_spec)
-    return evaluator.watch(
-        context.model, validate, backup.backup_dir, remove=backup.delete_checkpoint
-    )
-
-
 def _signature(model: keras.Model, element_spec: Any) -> Any:
-    """Signature for the export of a model without known inputs: that of its training data."""
+    """The training data's signature, for the export of a model without known inputs."""
     if getattr(model, "inputs", None) or element_spec is None:
         return None
     x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
@@ -384,7 +241,16 @@ def evaluate(
         UsageError: an uncompiled model, an empty dataset, an infinite one without `steps`, or data
             that differs between workers.
     """
-    return _one_pass("evaluate", evaluated, locals(), given())
+    keras_arguments = {
+        "x": x, "y": y, "batch_size": batch_size, "verbose": verbose,
+        "sample_weight": sample_weight, "steps": steps, "callbacks": callbacks,
+        "return_dict": return_dict,
+    }  # fmt: skip
+    with errors_reported(strategy):
+        one_pass = OnePass(model_of(model), strategy, split_batch)
+        return call_own(
+            "evaluate", one_pass.model, strategy, keras_arguments, given(), one_pass.evaluate
+        )
 
 
 @given_arguments
@@ -414,14 +280,12 @@ def predict(
         UsageError: an empty dataset, an infinite one without `steps`, or data that differs between
             workers.
     """
-    return _one_pass("predict", run_prediction, locals(), given())
-
-
-def _one_pass(
-    method: str, run: Callable[..., Any], arguments: dict[str, Any], given: frozenset[str]
-) -> Any:
-    """The result of `evaluate` or `predict`."""
-    with errors_reported(arguments["strategy"]):
-        arguments["model"] = model = model_of(arguments["model"])
-        one_pass = functools.partial(pass_over, method, run, arguments)
-        return call_own(method, model, arguments["strategy"], arguments, given, one_pass)
+    keras_arguments = {
+        "x": x, "batch_size": batch_size, "verbose": verbose, "steps": steps,
+        "callbacks": callbacks,
+    }  # fmt: skip
+    with errors_reported(strategy):
+        one_pass = OnePass(model_of(model), strategy, split_batch)
+        return call_own(
+            "predict", one_pass.model, strategy, keras_arguments, given(), one_pass.predict
+        )

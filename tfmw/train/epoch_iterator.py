@@ -25,7 +25,7 @@ from tfmw.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class DriverCall:
     """The steps of one Python call of the driver."""
 
     first: int  # number of the first step in its epoch, from 0
@@ -74,7 +74,6 @@ class EpochIterator:
         cycle_lengths = (was and was.source.get("cycle_lengths")) or {}
         self._order = data.SharedOrder(seed, group, index_dir, cycle_lengths)
         self._indexing: list[Any] | None = None  # processes
-        self.resumes_inside_epoch = was is not None and was.begun
         self._passes = 0
         self.iterator: Any = None  # of the current pass; None between two passes
         self._steps_in_pass = 0
@@ -139,7 +138,7 @@ class EpochIterator:
         self.shard.hooks.begin(new_pass, continued)
         self._ended = False
 
-    def next_call(self, max_steps: int) -> Call | None:
+    def next_call(self, max_steps: int) -> DriverCall | None:
         """The next steps, at most `max_steps`; None at the end of the epoch."""
         if self._ended:
             return None
@@ -158,7 +157,7 @@ class EpochIterator:
         if max_steps <= 0:
             self._ended = True
             return None
-        return Call(self.steps_done, max_steps, sizes, self.iterator)
+        return DriverCall(self.steps_done, max_steps, sizes, self.iterator)
 
     def advance(self, steps: int, max_steps: int) -> None:
         """Counts the steps of a call; fewer than `max_steps` mean that the data has ended.
@@ -259,7 +258,7 @@ class EpochIterator:
         self.iterator = self._iterate(shard, self._orders, now if shard is self.shard else None)
 
     def _iterate(self, shard: data.Shard, orders: list[int], now: list[int] | None = None) -> Any:
-        """From a place in the sequences of orders; `now`: that of the user's dataset, if known."""
+        """Iterates from a position in the sequences of orders; `now`: the user's dataset's."""
         if not shard.reshuffles:
             return iter(shard.dataset)
         shard.reshuffles.begin(orders, now)

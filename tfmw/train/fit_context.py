@@ -20,7 +20,7 @@ from tfmw.observe.recorded_errors import forget_error, is_secondary, record_erro
 from tfmw.train import strategies
 from tfmw.train.callbacks.log import Observer
 from tfmw.train.callbacks.progress_bar import with_progress
-from tfmw.train.callbacks.roles import OnOrdinaryModel, for_task
+from tfmw.train.callbacks.roles import OnUnplacedModel, for_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +86,16 @@ class FitContext:
 
         Args:
             callbacks: of the user, or a list of Keras's, with which another call runs.
-            driver: of the steps: has `examples` and `times` so far, and `ordinary_model`, which is
+            driver: of the steps: has `examples` and `times` so far, and `unplaced_model`, which is
                 None on parameter servers.
             verbose: as in Keras.
             steps: of one epoch; None if unknown.
             counts: whether the driver counts examples.
             history: whether to add a `History`.
         """
-        is_ordinary = driver.ordinary_model is None
+        is_ordinary = driver.unplaced_model is None
         if isinstance(callbacks, keras.callbacks.CallbackList):
-            return callbacks if is_ordinary else OnOrdinaryModel(callbacks, driver.ordinary_model)
+            return callbacks if is_ordinary else OnUnplacedModel(callbacks, driver.unplaced_model)
         shows = self.group.is_chief and verbose != 0
         local = for_task(callbacks, self.group.is_chief, self.group.size)
         for callback in local:
@@ -113,11 +113,11 @@ class FitContext:
         )
         if is_ordinary:
             return callback_list
-        return OnOrdinaryModel(callback_list, driver.ordinary_model)
+        return OnUnplacedModel(callback_list, driver.unplaced_model)
 
 
 def model_of(model: Any) -> keras.Model:
-    """The model: an argument of a call, or what it returns."""
+    """The model of a call: its argument, or the result if the argument is a function."""
     if models.is_model(model):
         return model
     if not callable(model):
@@ -157,21 +157,21 @@ def errors_reported(strategy: Any) -> Iterator[None]:
         strategy: the argument of the call.
     """
     try:
-        if not _is_alone(strategy):
+        if not _is_of_this_task(strategy):
             membership.require_usable()
         yield
     except BaseException as e:
         tracing.stop()
         if not isinstance(e, KeyboardInterrupt | SystemExit | GeneratorExit):
             record_error(e)
-            if _is_alone(strategy) or _goes_on(e):
+            if _is_of_this_task(strategy) or _goes_on(e):
                 forget_error()
             else:
                 membership.report_failure(e)
         raise
 
 
-def _is_alone(strategy: Any) -> bool:
+def _is_of_this_task(strategy: Any) -> bool:
     """Whether a call concerns this task only, by its argument `strategy`."""
     joined = membership.joined()
     if joined is None or not isinstance(strategy, tf.distribute.Strategy):

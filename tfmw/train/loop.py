@@ -279,7 +279,7 @@ class TrainingLoop:
         return max(self._driver.group.from_all(local), key=("never", "epochs", "steps").index)
 
     def _keeping_variables(self, resumed: bool) -> contextlib.AbstractContextManager[None]:
-        """In a resumed run, undoes what callbacks change at the beginning: it was saved already."""
+        """Undoes changes of callbacks at the beginning of a resumed run: the backup has them."""
         if not resumed:
             return contextlib.nullcontext()
         return state.keeping_variables(self._model, self._driver.strategy)

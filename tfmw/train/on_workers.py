@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import os
 import pickle
 import re
@@ -74,7 +75,7 @@ class _SentDataset:
     orders: Mapping[str, tuple[list[int], int]]
 
     def open(self, opened: dict[str, tf.data.Dataset]) -> tf.data.Dataset:
-        """The dataset, whose shuffles go on.
+        """The dataset, with shuffles at the caller's position.
 
         Args:
             opened: shuffles by the names of their generators, which datasets share.
@@ -116,8 +117,8 @@ def fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
 
     if not isinstance(arguments.model, keras.Model):
         return run()
-    of_call = vars(arguments), arguments.given
-    return model_methods.call_method(arguments.model, "fit", *of_call, run, None, overrides=False)
+    asked = vars(arguments), arguments.given
+    return model_methods.call_method(arguments.model, "fit", *asked, run, None, overrides=False)
 
 
 def _fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
@@ -162,7 +163,7 @@ def _fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
 
 
 def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Any) -> dict[str, Any]:
-    """Trains on processes of this machine; returns what the chief returned."""
+    """Trains on processes of this machine; returns the chief's result."""
     asked, elastic = sent.backup, sent.sync is not None and sent.sync.elastic
     with contextlib.ExitStack() as stack:
         backup, folder = asked, ""
@@ -196,7 +197,7 @@ def _with(sent: FitArguments, backup: BackupAndRestore) -> FitArguments:
 def _train_on_engine(
     fit: Callable[..., Any], sent: FitArguments, workers: Any, engine: Engine
 ) -> dict[str, Any]:
-    """Trains where the engine places the tasks; returns what the chief returned."""
+    """Trains on the machines of an engine; returns the chief's result."""
     backup = copy.copy(sent.backup)
     directories = {}
     if backup is None:
@@ -235,11 +236,11 @@ def _packed(fit: Callable[..., Any], sent: FitArguments) -> tuple[Any, ...]:
 
 
 def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict[str, Any]:
-    """In a worker: trains. The chief returns the values for the caller's objects."""
+    """Trains, in a worker. The chief returns the values for the caller's objects."""
     sent, process = call.loads(packed, large)
     _apply(process)
     model = sent.model
-    model = pickling.settled(model) if isinstance(model, keras.Model) else model()
+    model = pickling.rebuilt(model) if isinstance(model, keras.Model) else model()
     if sent.backup is not None and os.path.basename(sent.backup.backup_dir) == _KEPT_BY_JOB:
         sent.backup.backup_dir = os.environ[agent.BACKUPS]
     opened: dict[str, tf.data.Dataset] = {}
@@ -308,20 +309,21 @@ def _build(arguments: FitArguments) -> None:
         raise _Built
 
     if models.needs_build(model):
-        of_call = vars(arguments), arguments.given
+        asked = vars(arguments), arguments.given
         with contextlib.suppress(_Built):
-            model_methods.call_method(model, "fit", *of_call, build, None, is_chief=False)
+            model_methods.call_method(model, "fit", *asked, build, None, is_chief=False)
 
 
 class _Built(BaseException):
     """Ends a `fit` of the user's, which has prepared the data, where it calls Keras's."""
 
 
-def _sent(x: Any, what: str) -> Any:
-    if isinstance(x, dict):
-        return {k: _sent(v, what) for k, v in x.items()}
-    if isinstance(x, (list, tuple)):
-        return _sequence(x, [_sent(v, what) for v in x])
+def _sent(structure: Any, what: str) -> Any:
+    """Arrays and datasets as they can be sent to other processes."""
+    return tf.nest.map_structure(functools.partial(_sent_leaf, what), structure)
+
+
+def _sent_leaf(what: str, x: Any) -> Any:
     if isinstance(x, tf.Tensor):
         return x.numpy()
     if hasattr(x, "__next__"):
@@ -364,20 +366,11 @@ def _sent(x: Any, what: str) -> Any:
     return _SentDataset(graph.SerializeToString(), x.element_spec, orders)
 
 
-def _sequence(like: Any, members: list[Any]) -> Any:
-    """A list or tuple of the type of another; of a named tuple, too."""
-    return type(like)(*members) if hasattr(like, "_fields") else type(like)(members)
-
-
-def _opened(x: Any, opened: dict[str, tf.data.Dataset]) -> Any:
+def _opened(structure: Any, opened: dict[str, tf.data.Dataset]) -> Any:
     """The argument of `_sent`; see `_SentDataset.open`."""
-    if isinstance(x, _SentDataset):
-        return x.open(opened)
-    if isinstance(x, dict):
-        return {k: _opened(v, opened) for k, v in x.items()}
-    if isinstance(x, (list, tuple)):
-        return _sequence(x, [_opened(v, opened) for v in x])
-    return x
+    return tf.nest.map_structure(
+        lambda x: x.open(opened) if isinstance(x, _SentDataset) else x, structure
+    )
 
 
 def _follow_orders(sent: Any, orders: Mapping[str, int]) -> None:

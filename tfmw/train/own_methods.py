@@ -63,7 +63,7 @@ def calling_evaluate(model: keras.Model, strategy: tf.distribute.Strategy, run: 
 
 
 def _of_tfmw(strategy: Any, name: str, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a method of Keras's is within a method of the user's: it is of another layer."""
+    """The method of tfmw, in place of one of Keras's that a method of the user's calls."""
     method = getattr(importlib.import_module("tfmw"), name)
     return method(model, *args, strategy=strategy, **kwargs)
 

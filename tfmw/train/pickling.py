@@ -2,7 +2,7 @@
 
     packed = pack((model, settings), large)          # bytes; large arrays go into the list
     model, settings = call.loads(packed, large)      # in a child process
-    settled(model)
+    rebuilt(model)
 
 Keras's own archive needs a `get_config` and registered classes, which models of a notebook often
 lack. Here layers, losses, metrics and optimizers are pickled attribute by attribute, and variables
@@ -63,7 +63,7 @@ def pack(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def settled(model: keras.Model) -> keras.Model:
+def rebuilt(model: keras.Model) -> keras.Model:
     """An unpacked model, after rebuilding its optimizers' maps of variables."""
     for optimizer in optimizers.optimizers_of(model):
         optimizers.rebuild_variable_maps(optimizer)
@@ -71,7 +71,7 @@ def settled(model: keras.Model) -> keras.Model:
 
 
 def _reduced(part: Any) -> Any:
-    """How to rebuild an object that pickle does not support; None for other objects."""
+    """The `__reduce__` value of an object that pickle does not support; None for others."""
     if isinstance(part, weakref.ReferenceType):
         return weakref.ref, (part(),)
     if isinstance(part, _LOCKS):

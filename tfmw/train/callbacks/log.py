@@ -177,7 +177,7 @@ def begin_traces(callbacks: Iterable[Any], step: int) -> None:
 
 
 def flush_events(callbacks: Iterable[Any]) -> None:
-    """Writes what TensorFlow still buffers: up to two minutes of events."""
+    """Writes the events that TensorFlow buffers, of up to two minutes."""
     for callback in callbacks:
         callback = getattr(callback, "callback", callback)
         if isinstance(callback, keras.callbacks.TensorBoard):
@@ -186,7 +186,7 @@ def flush_events(callbacks: Iterable[Any]) -> None:
 
 
 def forget_events(board: keras.callbacks.TensorBoard, epoch: int, step: int) -> None:
-    """Removes from event files what will be trained, and written, again.
+    """Removes events of epochs and steps that will be trained again from event files.
 
     Args:
         board: the callback; it names its values by what counts their steps.

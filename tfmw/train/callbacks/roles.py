@@ -13,7 +13,7 @@ After each epoch all workers adopt the chief's learning rate and its decision to
 
 Users' callbacks read and assign weights, save the model, or train another one with it, and so does
 Keras's own SwapEMAWeights. What works on a `tf.Variable` may not work on the copies of a strategy,
-so they see an ordinary model: see `OnOrdinaryModel`.
+so they see an ordinary model: see `OnUnplacedModel`.
 """
 
 from __future__ import annotations
@@ -247,12 +247,12 @@ def _overrides(callback: Any, hook: str) -> bool:
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(base, hook)
 
 
-class OnOrdinaryModel:
-    """A list of callbacks whose hooks run while the model is an ordinary one.
+class OnUnplacedModel:
+    """A list of callbacks whose hooks see the model as it is outside of a strategy.
 
     Args:
         callback_list: as Keras makes it.
-        ordinary_model: makes the context for a hook. It copies the weights, so it is left out for
+        unplaced_model: makes the context for a hook. It copies the weights, so it is left out for
             hooks in which no callback acts. Its argument is whether moving averages are the same on
             all replicas: not before a step, where a run goes on within an epoch.
     """
@@ -260,11 +260,11 @@ class OnOrdinaryModel:
     def __init__(
         self,
         callback_list: keras.callbacks.CallbackList,
-        ordinary_model: Callable[[bool], contextlib.AbstractContextManager[None]],
+        unplaced_model: Callable[[bool], contextlib.AbstractContextManager[None]],
     ):
         self.callbacks: list[Any] = callback_list.callbacks
         self.of_keras = callback_list
-        self._ordinary_model = ordinary_model
+        self._ordinary_model = unplaced_model
 
     def __getattr__(self, hook: str) -> Callable[..., None]:
         method: Callable[..., None] = getattr(self.of_keras, hook)

@@ -47,7 +47,7 @@ _AT_FIRST = "_tfmw_at_first"  # an attribute of callbacks, while they are in a r
 
 
 def named(model: keras.Model) -> dict[str, Any]:
-    """Every variable whose value all replicas share, by a name that is stable over runs."""
+    """The variables that all replicas share, by names that are stable over runs."""
     metrics = {id(v) for v in metric_variables(model)}
     shared = [v for v in placement.all_variables(model) if id(v) not in metrics]
     return {f"{i:06d}/{plain(v.path)}": v for i, v in enumerate(shared)}

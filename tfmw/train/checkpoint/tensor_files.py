@@ -118,7 +118,7 @@ class SharedWrite:
         self._group.post(f"{self._key}/{self._group.rank}", report)
 
     def write(self, prefix: str, tensors: Mapping[str, Any]) -> None:
-        """On the chief: writes its tensors and pieces, and makes one checkpoint of all parts.
+        """Writes the chief's tensors and pieces, and makes one checkpoint of all parts.
 
         Raises:
             OSError or tf.errors.OpError: a part could not be written, or its task was lost.
@@ -135,11 +135,11 @@ class SharedWrite:
             )
 
     def give_up(self) -> None:
-        """After an error of this task, which ends: it waits for no other. From any thread."""
+        """Stops waiting for other tasks, after an error of this task. From any thread."""
         self._given_up.set()
 
     def abandon(self) -> None:
-        """On the chief: removes what all have written, for no backup."""
+        """Removes the files of all tasks, on the chief: there is no backup."""
         with contextlib.suppress(OSError):
             self._wait_for_others()
         with contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ class SharedWrite:
 
 
 def is_shared(group: Group, path: str) -> bool:
-    """Whether all tasks can write to a local directory, and see what others write.
+    """Whether all tasks can write to a local directory, and see the files of others.
 
     All tasks must call it: each looks for the chief's file there, and the chief for those of all.
     """

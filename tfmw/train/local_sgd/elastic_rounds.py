@@ -1,4 +1,4 @@
-"""Rounds whose members come and go: exchanges through their server, and the state for who joins.
+"""Rounds whose members come and go: exchanges through a server, and the state of new members.
 
 A member joins before the first step, exchanges as in `Rounds`, and takes part until all are done.
 """
@@ -147,8 +147,8 @@ class ElasticRounds(Rounds):
         if self._packs is not None:
             packed = self._settings.compression
             # Without examples it has no weight, and keeps what was rounded away before.
-            nothing = np.zeros_like(self._packs.left)
-            flat = self._packs.rounded(flat) if examples else self._packs.packed(nothing)
+            zeros = np.zeros_like(self._packs.left)
+            flat = self._packs.rounded(flat) if examples else self._packs.packed(zeros)
         averages = [placement.local_copies(self.strategy, v)[0] for v in self._averages()]
         mean = self._client.round(
             examples,

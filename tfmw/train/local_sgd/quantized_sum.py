@@ -68,7 +68,7 @@ class QuantizedSum:
 
     @np.errstate(all="ignore")
     def rounded(self, local: np.ndarray) -> np.ndarray:
-        """Packed values of an array, float32 [n], and of what was left; keeps what is left now."""
+        """Packs an array, float32 [n], and the last rounding errors; keeps the new ones."""
         own, self.left = self.left, np.empty_like(self.left)
         own.reshape(-1)[: len(local)] += local
         packed: np.ndarray = np.empty(len(own), self._dtype)
@@ -84,7 +84,7 @@ class QuantizedSum:
     def _round(
         self, own: Blocks, out: np.ndarray, left: Blocks, coming: np.ndarray | None = None
     ) -> None:
-        """Packs values, or their sum with others, and keeps what rounding takes away.
+        """Packs values, or their sum with others, and keeps the rounding errors.
 
         Args:
             out: takes the packed values; may be the memory of `coming`.

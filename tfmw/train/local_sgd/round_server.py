@@ -1,4 +1,4 @@
-"""The server of rounds whose members come and go: it averages what they send, and hires anew.
+"""The server of elastic rounds: averages its members' values, and replaces lost members.
 
     python -m tfmw.train.local_sgd.round_server --members 4 --port 2300      # prints its address
     with RoundServer(members=4, key=key, listener=socket): ...

@@ -150,8 +150,7 @@ class Rounds:
 
     # ------------------------------------------------------------ while a step is traced
 
-    def updated_by(self, local: int, examples: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
-        """Counts the examples of a replica; returns those from which its update follows."""
+    def count_examples(self, local: int, examples: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
         del total
         counts = self._examples[local]
         counts.assign_add(tf.fill(counts.shape, tf.cast(examples, counts.dtype)))
@@ -225,7 +224,7 @@ class Rounds:
         return share * gradient, examples
 
     def _summed(self, fragment: int, gradients: Any) -> Callable[[], tf.Tensor]:
-        """Begins the sum over replicas; what it returns waits for it."""
+        """Begins the sum over replicas; returns a function that waits for it."""
         if self._replicas.count == 1:
             return lambda: self._replicas.first_result(gradients)
         ring = self._ring
@@ -251,7 +250,7 @@ class Rounds:
         return self._replicas.sum([flat])[0]
 
     def _apply(self, mixed: float) -> None:
-        """Ends the exchange: an outer step, of which replicas take the weights.
+        """Ends the exchange: makes an outer step, and gives replicas its weights.
 
         Args:
             mixed: the share of its own weights that each replica keeps.
@@ -352,7 +351,7 @@ class Rounds:
             self._exchange = int(begun), lambda: mean
 
     def as_json(self) -> dict[str, Any]:
-        """What the position in a backup says of the settings."""
+        """The entries of the position in a backup: the settings."""
         return {"rounds": self._settings.as_json()}
 
     def _of_replica(self, rows: np.ndarray, replica: int) -> np.ndarray:

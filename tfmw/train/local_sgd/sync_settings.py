@@ -112,7 +112,7 @@ class LocalSGD:
         return _config_of(keras.optimizers.SGD(learning_rate=1.0))
 
     def as_json(self) -> dict[str, Any]:
-        """What the record of a backup keeps of these settings."""
+        """The settings as JSON, for the record of a backup."""
         names = ("fragments", "overlap", "compression", "between", "elastic", "outer", "seconds")
         return {"every": self.steps, **{name: getattr(self, name) for name in names}}
 
@@ -128,11 +128,11 @@ class LocalSGD:
     # ------------------------------------------------------------ the schedule
 
     def begun_after(self, step: int) -> int | None:
-        """The fragment of which an exchange begins after a step of an epoch, from 1; or None."""
+        """The fragment whose exchange begins after a step of an epoch, from 1; or None."""
         return self.applied_after(step + self.overlap)
 
     def applied_after(self, step: int) -> int | None:
-        """The fragment of which the exchanged values are applied after a step, or None."""
+        """The fragment whose exchanged values are applied after a step, or None."""
         for fragment in range(self.fragments):
             end = (fragment + 1) * self.steps // self.fragments
             if step > 0 and (step - end) % self.steps == 0:

@@ -1,6 +1,7 @@
 """The synchronous driver: one model on many replicas, with the results of one process.
 
-Read `sync_driver.py` first: one training step on each replica. `metrics.py` and `prediction.py` are
+Read `sync_driver.py` first: one training step on each replica; then `synchronization.py`: how
+replicas agree on their weights. `metrics.py` and `prediction.py` are
 its other parts, `replicas.py` describes the replicas of a strategy.
 `sharded_update.py` divides the optimizer's update among replicas. `step_loops.py` runs many steps
 in one call. `sync_training.py` is the driver's interface to the training loop. `cached_driver.py`

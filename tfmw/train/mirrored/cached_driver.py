@@ -59,7 +59,7 @@ def cached_driver(model: keras.Model, sync: Any) -> Iterator[SyncDriver]:
         ring_of(strategy),
         membership.reduction_options(strategy),
         datasets.source_of_seeds(),
-        reduction.nothing(),
+        reduction.zero_factor(),
         *models.compiled_parts(model),
         *layers,
         *variables,

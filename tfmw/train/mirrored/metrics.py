@@ -1,4 +1,4 @@
-"""State of each replica between steps, and what it is over all: metrics, logs, moving averages.
+"""State of each replica between steps, and over all replicas: metrics, logs, moving averages.
 
 Each replica updates its own copies of the metrics' variables. `ReplicaMetrics.result` combines
 them by sum, maximum or minimum, and Keras computes the results from the combined values.
@@ -228,12 +228,12 @@ class ReplicaState:
         """
 
         def on_replica() -> list[tf.Tensor]:
-            nothing = tf.zeros([0], tf.float64)
+            none = tf.zeros([0], tf.float64)
             flat = [
                 [tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in variables]
                 for variables in self._groups()
             ]
-            return self._replicas.rows([tf.concat([nothing, *values], axis=0) for values in flat])
+            return self._replicas.rows([tf.concat([none, *values], axis=0) for values in flat])
 
         def on_all() -> list[tf.Tensor]:
             return [self._replicas.first_result(t) for t in self._replicas.strategy.run(on_replica)]
@@ -323,7 +323,7 @@ class StepLogs:
                 of_graph = [n for n in noted if is_symbolic(n[0]) and n[0].graph is value.graph]
                 used = [n for n in of_graph if depends_on(value, n[0])]
                 if used:
-                    function = function_of(value, [result for result, _ in used])
+                    function = function_of([value], [result for result, _ in used])
                     if function is not None:
                         self.derived[name] = function, [metric for _, metric in used]
                         continue
@@ -351,7 +351,7 @@ class StepLogs:
         for name, metric in self.metrics.items():
             results[name] = metric if isinstance(metric, keras.Variable) else metric.result()
         for name, (function, metrics) in self.derived.items():
-            results[name] = function([metric.result() for metric in metrics])
+            (results[name],) = function([metric.result() for metric in metrics])
         return keras.tree.map_structure(
             lambda r: tf.convert_to_tensor(r) if isinstance(r, keras.Variable) else r, results
         )

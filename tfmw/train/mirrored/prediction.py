@@ -303,17 +303,17 @@ def _all_rows(replicas: Replicas, local: np.ndarray) -> np.ndarray:
     for number, size in zip(numbers, sizes, strict=True):
         lengths[number] = size * math.prod(shape) * dtype.size
     cuts = np.cumsum([0, *lengths]).tolist()
-    nothing: np.ndarray = np.zeros([0], np.uint8)
-    own = np.ascontiguousarray(local).reshape(-1).view(np.uint8) if len(local) else nothing
+    empty: np.ndarray = np.zeros([0], np.uint8)
+    own = np.ascontiguousarray(local).reshape(-1).view(np.uint8) if len(local) else empty
     gathered: np.ndarray = np.empty([cuts[-1]], np.uint8)
     if len(gathered):
-        transport.gather_between_steps([own] + [nothing] * (replicas.local - 1), cuts, gathered)
+        transport.gather_between_steps([own] + [empty] * (replicas.local - 1), cuts, gathered)
     in_order: np.ndarray = np.concatenate([gathered[cuts[n] : cuts[n + 1]] for n in numbers])
     return in_order.view(numpy_dtype).reshape([sum(sizes), *shape])
 
 
 def _all_strings(replicas: Replicas, local: np.ndarray, shape: list[int]) -> np.ndarray:
-    """As `_all_rows`, for arrays [rows, *shape] of bytes."""
+    """The rows of all workers' arrays [rows, *shape] of bytes; see `_all_rows`."""
     own = local.ravel().tolist() if len(local) else []
     lengths: np.ndarray = np.reshape([len(text) for text in own], [-1, *shape]).astype(np.int64)
     lengths = _all_rows(replicas, lengths)

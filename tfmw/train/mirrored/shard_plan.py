@@ -29,7 +29,7 @@ _GATHERED = (tf.float16, tf.float32, tf.float64)
 def divided(
     optimizer: Any, transport: Transport, grads: list[Any], variables: list[Any]
 ) -> list[Pack]:
-    """Packs of the variables whose update can be sharded, by the gradients of one step.
+    """Packs of the variables with an update that can be sharded, by the gradients of a step.
 
     They are the same on all replicas.
     """
@@ -175,7 +175,7 @@ class ShardPlan:
         ]
 
     def forget_slots(self) -> None:
-        """Frees what `gather_slots` has put into the optimizer."""
+        """Frees the values that `gather_slots` has put into the optimizer."""
         for slot in self.whole_slots():
             optimizer_part.empty(slot)
 

@@ -70,7 +70,7 @@ class Slots(enum.Enum):
 
 
 class ShardedUpdate:
-    """How one optimizer updates the weights on each worker.
+    """The update of the weights by one optimizer, on each worker.
 
     Args:
         optimizer: built, of a model that is placed.
@@ -102,17 +102,17 @@ class ShardedUpdate:
 
     @property
     def reason(self) -> str | None:
-        """Why each worker makes the whole update; None if they shard it."""
-        return self._refused or self.of_call
+        """The reason for a whole update on each worker; None if they shard it."""
+        return self._refused or self.refused_in_call
 
     @property
-    def of_call(self) -> str | None:
-        """Why the steps of this call do not shard the update; None if they may."""
+    def refused_in_call(self) -> str | None:
+        """The reason of this call for a whole update; None if it may be sharded."""
         shares = self._choice is True or not self.read_between_steps
         return None if shares else "a callback may look at the optimizer between steps"
 
     @property
-    def _plan_of_call(self) -> ShardPlan | None:
+    def _plan_in_call(self) -> ShardPlan | None:
         """The plan, if the steps of this call follow it."""
         return self._plan if self.reason is None else None
 
@@ -161,7 +161,7 @@ class ShardedUpdate:
             level = logging.WARNING if self.reason and self._choice is True else logging.INFO
             logger.log(level, "%s updates the weights %s", self.optimizer.name, self.description)
         self.made = True
-        plan = self._plan_of_call
+        plan = self._plan_in_call
         if plan is None:
             yield self._reduction(grads), variables
             return
@@ -200,7 +200,7 @@ class ShardedUpdate:
 
     @contextlib.contextmanager
     def _known_of_all(self, own: dict[int, Any], rest: dict[int, Any]) -> Iterator[None]:
-        """Gives the optimizer what it would compute of all gradients."""
+        """Gives the optimizer its global norm and finiteness over all gradients."""
         asks_finite = optimizers.checks_finite(self.optimizer)
         asks_norm = optimizers.global_clipnorm(self.optimizer) is not None
         if not asks_finite and not asks_norm:
@@ -216,7 +216,7 @@ class ShardedUpdate:
 
     def _gather_weights(self, plan: ShardPlan, local: int) -> None:
         """Gives a replica of this process the updated weights of all."""
-        if reduction_lib.nothing() is not None:
+        if reduction_lib.zero_factor() is not None:
             return
         part, rank = plan.parts[local], self._transport.ranks[local]
         assigned: list[Any] = []
@@ -238,7 +238,7 @@ class ShardedUpdate:
         train_step. This worker's part is a copy, and from now on each update copies it anew. If
         the result is False, the step must be traced again.
         """
-        plan = self._plan_of_call
+        plan = self._plan_in_call
         if plan is None or self._assigned_in_steps:
             return True
         counts = assignments(step)
@@ -271,7 +271,7 @@ class ShardedUpdate:
 
         Returns whether the optimizer's own slots are empty since the last call.
         """
-        plan = self._plan_of_call
+        plan = self._plan_in_call
         if plan is None:
             return False
         emptied = self._slots is not Slots.PARTS
@@ -326,12 +326,12 @@ def is_driven(model: Any) -> bool:
 
 @contextlib.contextmanager
 def sharded_updates(model: Any, updates: list[ShardedUpdate]) -> Iterator[None]:
-    """In the end the optimizers have their whole state again; all workers enter and leave it.
+    """Gives optimizers their whole state again at the end; all workers enter and leave it.
 
-    After an error they have not where workers may be gone; the model is refused from then on.
+    If a worker may be lost, the state cannot be gathered: later calls refuse the model.
 
     Raises:
-        UsageError: the state of an optimizer was lost so.
+        UsageError: the state of an optimizer was lost in an earlier call.
     """
     kept = kept_with(model)
     outer = kept.updates
@@ -362,7 +362,7 @@ def is_sharded(model: Any) -> bool:
 
 
 def description(model: Any) -> str:
-    """How the steps of the last call updated the weights."""
+    """A description of the updates in the steps of the last call."""
     return "; ".join(kept_with(model).last_updates)
 
 

@@ -56,13 +56,13 @@ def step_loop(
         going = examples > 0
         return steps_done + tf.cast(going, tf.int64), seen + examples, going, waited, arrays
 
-    nothing = tf.constant(0, tf.int64)
+    zero = tf.constant(0, tf.int64)
     growing: dict[str, Any] = {"size": 0, "dynamic_size": True, "infer_shape": False}
     arrays = [tf.TensorArray(dtype, element_shape=shape, **growing) for dtype, shape in kinds]
     steps_done, examples, _, waited, arrays = tf.while_loop(
         lambda steps_done, seen, going, *rest: tf.logical_and(going, steps_done < max_steps),
         body,
-        (nothing, nothing, tf.constant(True), tf.constant(0.0, tf.float64), arrays),
+        (zero, zero, tf.constant(True), tf.constant(0.0, tf.float64), arrays),
         parallel_iterations=1,
     )
     return steps_done, examples, waited, arrays

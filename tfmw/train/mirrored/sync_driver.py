@@ -49,7 +49,7 @@ from tfmw.data import examples_of, map_tensors, step_of
 from tfmw.observe.progress import report_alive
 from tfmw.observe.step_times import StepTimes
 from tfmw.tables.table import is_table
-from tfmw.train.epoch_iterator import Call
+from tfmw.train.epoch_iterator import DriverCall
 from tfmw.train.mirrored.agreement import agree, checksum
 from tfmw.train.mirrored.metrics import Noted, ReplicaMetrics, ReplicaState, noted_results
 from tfmw.train.mirrored.replicas import Replicas, Traces
@@ -58,7 +58,7 @@ from tfmw.train.mirrored.step_loops import step_loop
 
 
 class StepKind(NamedTuple):
-    """A kind of step, of which a driver has one trace for each structure of its batches."""
+    """A kind of step. A driver has one trace of it for each structure of its batches."""
 
     name: str  # "train" or "test"
     uneven: bool  # whether shards differ in size
@@ -149,7 +149,7 @@ class SyncDriver:
 
     # ------------------------------------------------------------ steps
 
-    def run_steps(self, name: str, call: Call, size_known: bool = True) -> int:
+    def run_steps(self, name: str, call: DriverCall, size_known: bool = True) -> int:
         """Runs the steps of a call.
 
         Args:
@@ -167,7 +167,7 @@ class SyncDriver:
             sizes.empty or (sizes.uneven and trains and bool(self.state.variables()))
         )
         kind = StepKind(name, uneven, size_known)
-        shares_now = [update.of_call is None for update in self.updates]
+        shares_now = [update.refused_in_call is None for update in self.updates]
         with self.replicas.step_errors(self.splits):
             loop = self.traces.get(
                 (kind, repr(iterator.element_spec), *shares_now),
@@ -214,7 +214,7 @@ class SyncDriver:
         return loop if complete else self._step_loop(kind, iterator)
 
     def exchanges_are_complete(self) -> bool:
-        """Whether the step traced last exchanges what it needs; if not, the next trace does."""
+        """Whether the last trace has all exchanges that it needs; if not, the next one has."""
         complete = self._needed == self.exchanges
         self.exchanges = self._needed
         self.state.exchanged = self.exchanges.variables
@@ -260,7 +260,7 @@ class SyncDriver:
 
             def step() -> tf.Tensor:
                 if kind.trains:
-                    self.sync.updated_by(local, rows, rows)
+                    self.sync.count_examples(local, rows, rows)
                 self._call_step(kind, batch, local, None)
                 return rows
 
@@ -282,7 +282,7 @@ class SyncDriver:
             coupled=self._has_synchronized_norm,
             sums=None if is_local else self.replicas.sum,
             gather=self.sync.gathered,
-            updated_by=self.sync.updated_by(local, rows, total) if kind.trains else total,
+            updated_by=self.sync.count_examples(local, rows, total) if kind.trains else total,
         )
         with losses.weighting_losses(weight):
             if kind.uneven:
@@ -429,7 +429,7 @@ class SyncDriver:
                 stacklevel=2,
             )
 
-    def ordinary_model(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
+    def unplaced_model(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
         """A context in which the model is an ordinary Keras model, for callbacks.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfmw.cluster.group import Group
@@ -14,7 +14,7 @@ from tfmw.observe.step_times import StepTimes
 from tfmw.tables.table import refuse_tables
 from tfmw.train.arguments import FitArguments
 from tfmw.train.checkpoint.tensor_files import SlotParts
-from tfmw.train.epoch_iterator import EpochIterator
+from tfmw.train.epoch_iterator import DriverCall, EpochIterator
 from tfmw.train.fit_context import FitContext
 from tfmw.train.loop import DriverState, Reads, Rows, ValidationSignals, any_wants_every_batch
 from tfmw.train.mirrored.prediction import Predictions
@@ -98,15 +98,15 @@ class MirroredTraining:
             self._data.leave()
         self._stack.__exit__(*error)  # the driver is not cached after an error
 
-    def ordinary_model(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
-        """See `SyncDriver.ordinary_model`."""
-        return self.driver.ordinary_model(averaged)
+    def unplaced_model(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
+        """See `SyncDriver.unplaced_model`."""
+        return self.driver.unplaced_model(averaged)
 
     # ------------------------------------------------------------ what the loop asks
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """None while unknown."""
+        """The number of steps of an epoch; None while unknown."""
         return self._data.steps_per_epoch
 
     @property
@@ -163,18 +163,13 @@ class MirroredTraining:
     def train(
         self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
     ) -> None:
-        limit = self.steps_done + max_steps
-        while self.steps_done < limit:
-            pace = min(self._pace.next_steps(), self._sync.steps_to_next(self.steps_done))
-            call = self._data.next_call(min(pace, limit - self.steps_done))
-            if call is None:
-                return
-            on_begin(call.first)
-            with self._pace.timed(call.max_steps):
-                steps = self.driver.run_steps("train", call, self._data.shard.size_known)
-            self._data.advance(steps, call.max_steps)
-            if not steps:
-                continue
+        limit, pace = self.steps_done + max_steps, self._pace
+
+        def most_steps() -> int:
+            left, due = limit - self.steps_done, self._sync.steps_to_next(self.steps_done)
+            return left and min(pace.next_steps(), due, left)
+
+        for call in driver_calls(self.driver, "train", self._data, pace, most_steps, on_begin):
             self._sync.after_steps(self.steps_done)
             self._input_bound.check(self.driver.times, call.iterator)
             if self._reads.optimizer == "steps":
@@ -233,6 +228,30 @@ class MirroredTraining:
         return run_evaluation(self.driver, self.group, self._validation, callback_list, signals)
 
 
+def driver_calls(
+    driver: SyncDriver,
+    kind: str,
+    data: EpochIterator,
+    pace: CallPace,
+    most_steps: Callable[[], int],
+    on_begin: Callable[[int], None],
+) -> Iterator[DriverCall]:
+    """Runs the steps of an epoch, as many as remain; yields each call that ran steps.
+
+    Args:
+        kind: "train" or "test".
+        most_steps: returns the most steps of the next call; 0 ends the iteration.
+        on_begin: called before each call, with the number of its first step.
+    """
+    while (steps := most_steps()) > 0 and (call := data.next_call(steps)) is not None:
+        on_begin(call.first)
+        with pace.timed(call.max_steps):
+            done = driver.run_steps(kind, call, data.shard.size_known)
+        data.advance(done, call.max_steps)
+        if done:
+            yield call
+
+
 @goodput.phase("validation")
 def run_evaluation(
     driver: SyncDriver,
@@ -258,20 +277,14 @@ def run_evaluation(
     callback_list.on_test_begin()
     driver.results.reset()
     data.begin_epoch()
-    while (call := data.next_call(pace.next_steps())) is not None:
-        callback_list.on_test_batch_begin(call.first)
-        with pace.timed(call.max_steps):
-            steps = driver.run_steps("test", call, data.shard.size_known)
-        data.advance(steps, call.max_steps)
-        if steps:
-            number = last_batch_number(
-                data.steps_done, model.steps_per_execution, data.at_epoch_end
-            )
-            callback_list.on_test_batch_end(number, metrics())
-            if signals is not None:
-                signals.respond(driver.results.signals)
-            if every_batch and group.from_chief(lambda: bool(model.stop_evaluating)):
-                break
+    begin = callback_list.on_test_batch_begin
+    for _ in driver_calls(driver, "test", data, pace, pace.next_steps, begin):
+        number = last_batch_number(data.steps_done, model.steps_per_execution, data.at_epoch_end)
+        callback_list.on_test_batch_end(number, metrics())
+        if signals is not None:
+            signals.respond(driver.results.signals)
+        if every_batch and group.from_chief(lambda: bool(model.stop_evaluating)):
+            break
     else:
         data.end_epoch()
     data.leave()

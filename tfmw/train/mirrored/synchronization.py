@@ -1,4 +1,4 @@
-"""How replicas agree on their weights: `EachStep`, or `tfmw.train.local_sgd.rounds.Rounds`.
+"""The synchronization of replicas: `EachStep`, or `tfmw.train.local_sgd.rounds.Rounds`.
 
     with EachStep(strategy, shard_optimizer="auto").driver(model) as driver:
         driver.run_steps("train", call)
@@ -65,8 +65,8 @@ class EachStep:
 
     # ------------------------------------------------------------ while a step is traced
 
-    def updated_by(self, local: int, examples: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
-        """The examples from which a replica's update of a training step follows.
+    def count_examples(self, local: int, examples: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+        """Counts a replica's examples; returns those of all replicas that make the same update.
 
         Args:
             local: index of the replica in this process.
@@ -121,7 +121,7 @@ class EachStep:
         """Restores a result of `state`. All tasks must call it."""
 
     def as_json(self) -> dict[str, Any]:
-        """What the position in a backup says of it."""
+        """The entries of the position in a backup."""
         return {}
 
 

@@ -183,7 +183,7 @@ class SynchronousSteps(WorkerSteps):
             self._sent_ops.append(done_here)
 
     def _accumulate(self, number: int, flat: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-        """On a server: adds one worker's gradients of step `now`, or drops them as too late."""
+        """Adds one worker's gradients of step `now` on a server, or drops them as too late."""
         if number == 0:
             self._sent.assign_add(1)
         tf.raw_ops.ResourceAccumulatorApplyGradient(

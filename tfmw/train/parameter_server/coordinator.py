@@ -117,9 +117,9 @@ class PsDriver:
         return self.applied - begun
 
     def _train_together(
-        self, together: SynchronousSteps, steps: int, after: Callable[[int], bool]
+        self, synchronous: SynchronousSteps, steps: int, after: Callable[[int], bool]
     ) -> int:
-        """As `train`, for synchronous updates, in portions of some seconds.
+        """Trains with synchronous updates, in portions of some seconds; see `train`.
 
         At each call of `after` all workers wait for the slowest, except for as many as are spare.
         A late worker's metrics are added when it returns, at the latest at the end.
@@ -128,15 +128,15 @@ class PsDriver:
         while going and self.applied < begun + steps:
             piece = min(begun + steps - self.applied, self._together_steps)
             start = time.monotonic()
-            self._advance(together, piece)
+            self._advance(synchronous, piece)
             enough = int(_SECONDS_TOGETHER * piece / max(time.monotonic() - start, 1e-6))
             self._together_steps = max(1, min(enough, 8 * self._together_steps))
             going = after(self.applied - begun)
         if self._late:
-            self._wait_for(together, [], lambda: None)
+            self._wait_for(synchronous, [], lambda: None)
         return self.applied - begun
 
-    def _advance(self, together: SynchronousSteps, steps: int) -> None:
+    def _advance(self, synchronous: SynchronousSteps, steps: int) -> None:
         """Applies exactly `steps` synchronous updates."""
         if self._numbers is None:
             self._numbers = parameter_servers.worker_constants(
@@ -146,13 +146,13 @@ class PsDriver:
             result = self._schedule(self._numbers, self.applied + steps)
             fetch = functools.partial(_fetched, result, lambda: self._is_failed)
             self._late.append(_in_background(fetch))
-        wait, cancel = together.advance(steps)
-        self._wait_for(together, [_in_background(wait)], cancel, late=together.spare_workers)
+        wait, cancel = synchronous.advance(steps)
+        self._wait_for(synchronous, [_in_background(wait)], cancel, late=synchronous.spare_workers)
         self.applied = int(self.server_variables.applied.numpy())
 
     def _wait_for(
         self,
-        together: SynchronousSteps,
+        synchronous: SynchronousSteps,
         advancing: list[futures.Future[Any]],
         cancel: Callable[[], None],
         late: int = 0,
@@ -180,7 +180,7 @@ class PsDriver:
             if any(map(_failed, calls)):
                 # Other workers wait for that worker's gradient. `join` cancels their functions and
                 # waits for their end, but does not cancel a function that is about to begin.
-                _in_background(together.cancel)
+                _in_background(synchronous.cancel)
                 if not any(map(_failed, self._late)):
                     advancing[0].result()
             if any(map(_failed, calls)) or all(call.done() for call in calls):

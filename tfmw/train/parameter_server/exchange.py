@@ -32,7 +32,7 @@ class LookupReply(NamedTuple):
     """The answers of servers, as they come; a structure of tensors for TensorFlow, too."""
 
     packed: dict[int, tf.Tensor]  # by server
-    alone: list[tf.Tensor]  # the values of variables that are read by themselves
+    unpacked: list[tf.Tensor]  # the values of variables that are read by themselves
 
 
 class Exchange:
@@ -53,15 +53,15 @@ class Exchange:
     ):
         self._server_variables = server_variables
         packs = server_variables.packs(pulled)
-        self._packs = [pack for pack in packs if not pack.is_alone]
-        self._alone = [v for pack in packs if pack.is_alone for v in pack.variables]
+        self._packs = [pack for pack in packs if not pack.is_single]
+        self._unpacked = [v for pack in packs if pack.is_single for v in pack.variables]
         self._plan = plan
         self._one_op = one_op
 
     def __call__(
         self, work: StepUpdates, asked: LookupRequest | None, pull: bool = True
     ) -> LookupReply:
-        """Sends the updates of a step, if any, and gets what the next one needs.
+        """Sends the updates of a step, if any, and gets the values of the next one.
 
         Args:
             asked: the rows that it looks up, if they are wanted.
@@ -86,11 +86,11 @@ class Exchange:
                 answer = op() if message is None else op(message)
             if packs or asks:
                 packed[where] = tf.identity(answer)  # on the worker: each use would fetch it again
-        alone = [
+        unpacked = [
             tf.identity(self._server_variables.shard(variable).variable.read_value())
-            for variable in (self._alone if pull else ())
+            for variable in (self._unpacked if pull else ())
         ]
-        return LookupReply(packed, alone)
+        return LookupReply(packed, unpacked)
 
     def opened(
         self, replies: Sequence[LookupReply], asked: LookupRequest
@@ -114,7 +114,7 @@ class Exchange:
                 flats, rows[where] = split(answer)
                 variables = [variable for pack in packs for variable in pack.variables]
                 values.update({id(v): value for v, value in zip(variables, flats, strict=True)})
-        values.update({id(v): x for v, x in zip(self._alone, replies[0].alone, strict=True)})
+        values.update({id(v): x for v, x in zip(self._unpacked, replies[0].unpacked, strict=True)})
         return values, self._plan.fetched(asked, rows)
 
     def _packs_of(self, where: int, pull: bool) -> list[ServerPack]:
@@ -129,7 +129,7 @@ class Exchange:
         specs: list[tf.TensorSpec],
         *message: tf.Tensor,
     ) -> tf.Tensor:
-        """On a server, as one op.
+        """Makes updates and answers, on a server, as one op.
 
         Separate ops would each send the worker a message. Also, if a worker died between an update
         and its count, the update would be made again.
@@ -159,7 +159,7 @@ def _split(
 
 
 def spec_of(tensor: tf.Tensor) -> tf.TensorSpec:
-    """Shape, of which the first axis may vary, and dtype."""
+    """The dtype and shape of a tensor, with any length of the first axis."""
     shape = tensor.shape.as_list()
     return tf.TensorSpec([None, *shape[1:]] if shape else [], tensor.dtype)
 

@@ -65,7 +65,7 @@ class ServedHashTable:
         ]
 
     def look_up(self, ids: tf.Tensor, is_step: bool) -> tf.Tensor:
-        """As `HashTableEmbedding.look_up`, on the servers; for tracing a step."""
+        """Looks ids up on the servers, while a step is traced; see `HashTableEmbedding.look_up`."""
         rows: parameter_servers.RemoteRows = models.native(self.layer.embeddings)
         found: tf.Tensor = rows.rows_found(functools.partial(self._found, ids, is_step))
         return found
@@ -90,7 +90,7 @@ class ServedHashTable:
         return tf.cast(values, own_type), rows
 
     def _divided(self, ids: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
-        """On a worker: the ids of a batch, divided among the parts.
+        """Divides the ids of a batch among the parts; on a worker.
 
         Returns:
             (the message to each part; where its ids are among the distinct ids, int32 [n]; where
@@ -112,7 +112,7 @@ class ServedHashTable:
 def _joined(
     answers: list[list[tf.Tensor]], places: list[tf.Tensor], positions: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """On a worker: (rows int64 [n], values [n, output_dim]) from the answers of all parts."""
+    """(rows int64 [n], values [n, output_dim]) from the answers of all parts; on a worker."""
     (first_rows, first_values), *others = answers
     rows = tf.concat([first_rows[1:], *(own for own, _ in others)], axis=0)
     values = tf.concat([first_values[1:], *(own for _, own in others)], axis=0)
@@ -151,7 +151,7 @@ class _ServerPart:
             self._turn = tf.CriticalSection(shared_name=f"tfmw_hash_table_{uuid.uuid4().hex}")
 
     def answer(self, is_step: bool, dtype: tf.DType, message: tf.Tensor) -> tf.Tensor:
-        """On the server: a worker's lookup, while no other one runs.
+        """Answers a worker's lookup on the server, while no other one runs.
 
         Args:
             is_step: whether ids may get rows first.
@@ -174,9 +174,9 @@ class _ServerPart:
                 return pack([rows, tf.cast(self._part.values(rows), dtype)])
 
         # Within a part one thread runs all ops; only the turn is waited for.
-        alone = parameter_servers.one_op(run, waits=False)
+        answers = parameter_servers.one_op(run, waits=False)
         answer: tf.Tensor = self._turn.execute(
-            lambda: alone(message), exclusive_resource_access=False
+            lambda: answers(message), exclusive_resource_access=False
         )
         return answer
 

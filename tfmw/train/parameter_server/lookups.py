@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmw.compat import models, parameter_servers
-from tfmw.compat.graph import ancestors
+from tfmw.compat.graph import ancestors, function_of, is_pure
 from tfmw.tables.shards import MultiTableLookup, Route, VariableShard
 
 
 @dataclasses.dataclass(frozen=True)
 class RowTransfer:
-    """How rows and their gradients travel between workers and servers."""
+    """The transfer of rows and their gradients between workers and servers."""
 
     prefetch: int = 0  # for how many steps ahead rows are fetched, 0 or 1
     compression: str | None = None  # "bf16", or None for the rows' own type
@@ -150,9 +150,11 @@ class Plan:
     def _prepare(
         self, leaves: list[tf.Tensor]
     ) -> tuple[list[list[tf.Tensor]], list[Route], dict[int, tf.Tensor]]:
-        """(ids of the lookups, route) of each group, and what servers are sent."""
+        """(ids of the lookups, route) of each group, and the requests to servers."""
         wanted = [member.ids for members, _ in self._groups for member in members]
-        copies = iter(copied_ops(self._batch, wanted, leaves))
+        compute = function_of(wanted, self._batch)
+        assert compute is not None  # as `ops_between` has seen
+        copies = iter(compute(leaves))
         ids = [[next(copies) for _ in members] for members, _ in self._groups]
         routes = [
             group.traced_route(own) for (_, group), own in zip(self._groups, ids, strict=True)
@@ -164,7 +166,7 @@ class Plan:
         return ids, routes, sent
 
     def specs(self, where: int) -> list[tf.TensorSpec]:
-        """Of what a server answers."""
+        """The specs of a server's answers."""
         shards = [group.shards[where][0][1] for _, group in self._groups if where in group.shards]
         return [
             tf.TensorSpec([None, *s.variable.shape[1:]], self._travel.sent_as(s.variable.dtype))
@@ -172,7 +174,7 @@ class Plan:
         ]
 
     def answer(self, where: int, sent: tf.Tensor) -> list[tf.Tensor]:
-        """On a server: the rows that were asked for, of each group that has some there."""
+        """The requested rows of each group that has some on a server; runs there."""
         found = []
         for _, group in self._groups:
             shards = [shard for _, shard in group.shards.get(where, [])]
@@ -223,7 +225,7 @@ def ops_between(sources: Sequence[tf.Tensor], target: tf.Tensor) -> bytes | None
         return f"{numbers[tensor.op.name]}:{tensor.value_index}"
 
     for op in ancestors([target], stop=lambda tensor: tensor.name in of_source):
-        if not _is_plain(op):
+        if op.control_inputs or not is_pure(op):
             return None
         attributes = {
             name: value.SerializeToString(deterministic=True)
@@ -234,34 +236,3 @@ def ops_between(sources: Sequence[tf.Tensor], target: tf.Tensor) -> bytes | None
         lines.append(repr((op.type, inputs, sorted(attributes.items()))).encode())
         numbers[op.name] = len(numbers)
     return b"\n".join([*lines, told(target).encode()])
-
-
-def _is_plain(op: tf.Operation) -> bool:
-    needs_more = op.op_def.is_stateful or op.control_inputs or op.type == "Placeholder"
-    return not (needs_more or parameter_servers.calls_function(op))
-
-
-def copied_ops(
-    sources: Sequence[tf.Tensor], targets: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
-) -> list[tf.Tensor]:
-    """`targets` computed from `values` in place of `sources`, in the graph that is being traced.
-
-    Args:
-        targets: for each of which `ops_between` is not None.
-    """
-    wanted = {op.name for op in ancestors(targets)}
-    parts = sources[0].graph.as_graph_def()
-    nodes = [node for node in parts.node if node.name in wanted]
-    del parts.node[:]
-    parts.node.extend(nodes)
-    found: list[tf.Tensor] = tf.graph_util.import_graph_def(
-        parts,
-        input_map={
-            source.name: value
-            for source, value in zip(sources, values, strict=True)
-            if source.op.name in wanted
-        },
-        return_elements=[target.name for target in targets],
-        name="ahead",
-    )
-    return found

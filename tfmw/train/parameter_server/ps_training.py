@@ -38,7 +38,7 @@ class ParameterServerTraining:
     """
 
     trains_in_place = False
-    ordinary_model = None  # callbacks see the user's model, which is one all the time
+    unplaced_model = None  # callbacks see the user's model, which is one all the time
 
     def __init__(
         self,

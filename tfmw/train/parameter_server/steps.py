@@ -248,7 +248,7 @@ class WorkerSteps:
         fetched: Fetched,
         scalars: list[ReadOnlyScalar],
     ) -> tuple[tf.Tensor, StepUpdates]:
-        """Runs one step, with what the servers sent; see `Exchange`.
+        """Runs one step, with the servers' values; see `Exchange`.
 
         Returns:
             (int64 [], its number of examples; what it changes on the servers).
@@ -311,7 +311,7 @@ class WorkerSteps:
             return model.train_step(batch)
 
     def _store_state(self, before: dict[int, tf.Tensor], work: StepUpdates) -> None:
-        """Adds what the step has changed besides the optimizer's variables."""
+        """Adds the step's changes of variables other than the optimizer's."""
         changed = [v for v in self.server_variables.state if contains(v, self._assigned)]
         averages = parameter_servers.moving_averages(self.server_variables.model)
 
@@ -332,7 +332,7 @@ class WorkerSteps:
             work[pack.server].append(([pack.pack(sent)], functools.partial(store, pack)))
 
     def _update(self, optimizer: Any, grads: Grads, work: StepUpdates) -> None:
-        """Adds what an optimizer changes with its gradients."""
+        """Adds the updates of an optimizer with its gradients."""
         for where, update in self._updates.of_gradients(optimizer, grads, self._fetched).items():
             work[where].append(update)
 
@@ -344,7 +344,7 @@ class WorkerSteps:
 
 
 class _StepOp:
-    """A worker's step as one op, which one thread runs: it opens what servers sent, and computes.
+    """A worker's step as one op, in one thread: it unpacks the servers' replies, and computes.
 
     A step has hundreds of small ops. Where threads share them, handing them over takes as long as
     they do. Also, of all steps in the loop only the first is traced.

@@ -1,4 +1,4 @@
-"""The updates of a step: gradients on their way to the servers, and what these do with them.
+"""The updates of a step: gradients on their way to servers, and the updates made there.
 
     with taking_gradients(optimizer, take): ...       # optimizer.apply calls take(optimizer, grads)
     updates = Updates(server_variables, remote, travel)
@@ -105,7 +105,7 @@ class Updates:
     def _rows(self, optimizer: Any, grads: Grads, fetched: Fetched) -> Iterator[tuple[int, Update]]:
         """(server, update) of the variables whose rows stay on their servers."""
         shards_of = self.server_variables.shards
-        together: dict[Any, Grads] = {}
+        by_kind: dict[Any, Grads] = {}
         for grad, variable in grads:
             if not contains(variable, self.remote):
                 continue
@@ -119,15 +119,15 @@ class Updates:
             ):
                 decays = optimizers.uses_weight_decay(optimizer, variable)
                 kind = grad.dtype, tuple(variable.shape[1:]), decays
-                together.setdefault(kind, []).append((grad, variable))
+                by_kind.setdefault(kind, []).append((grad, variable))
             else:
                 (shard,) = shards_of(variable)
                 route = MultiTableLookup([[shard]]).route([_ids(grad)])
                 own, ids = route.send([grad.values])[shard.server], route.asked[shard.server][1]
                 every = functools.partial(self.update_every_row, optimizer, shard, variable)
                 yield shard.server, ([own, ids], every)
-        for grads_together in together.values():
-            members, group, route = self._route(grads_together, fetched)
+        for grads_of_kind in by_kind.values():
+            members, group, route = self._route(grads_of_kind, fetched)
             rows = route.send([grad.values for grad, _ in members])
             for where, (sizes, ids) in route.asked.items():
                 shards = [(members[number][1], shard) for number, shard in group.shards[where]]
@@ -136,7 +136,7 @@ class Updates:
                 yield where, ([sizes, ids, sent], of_rows)
 
     def _route(self, grads: Grads, fetched: Fetched) -> tuple[Grads, MultiTableLookup, Route]:
-        """The route of gradients: as a rule that of the rows that were fetched for the step.
+        """The route of gradients: usually the one of the rows that the step has fetched.
 
         Returns:
             (the gradients in the order of the group, their tables, their way).
@@ -228,7 +228,7 @@ class Updates:
     def update_every_row(
         self, optimizer: Any, shard: VariableShard, variable: Any, rows: tf.Tensor, ids: tf.Tensor
     ) -> None:
-        """Updates a whole shard, of which some rows have gradients, as Keras does: all slots decay.
+        """Updates a whole shard from gradients of some rows, as Keras does: all slots decay.
 
         Args:
             rows, ids: as of `update_rows`.

@@ -56,12 +56,12 @@ PACK_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ServerPack:
-    """Variables of one server and dtype that are sent in one tensor; `is_alone`: a large one."""
+    """Variables of one server and dtype that are sent in one tensor; `is_single`: a large one."""
 
     server: int
     dtype: tf.DType
     variables: tuple[Any, ...]
-    is_alone: bool
+    is_single: bool
 
     @property
     def sizes(self) -> list[int]:
@@ -238,12 +238,12 @@ class ServerVariables:
         groups: dict[tuple[int, str, int | None], list[Any]] = {}
         for variable in variables:
             dtype = models.native(variable).dtype
-            is_alone = _bytes(variable) > PACK_BYTES or dtype in (tf.string, tf.bool)
-            kind = self.shard(variable).server, dtype.name, id(variable) if is_alone else None
+            is_single = _bytes(variable) > PACK_BYTES or dtype in (tf.string, tf.bool)
+            kind = self.shard(variable).server, dtype.name, id(variable) if is_single else None
             groups.setdefault(kind, []).append(variable)
         return [
-            ServerPack(where, tf.as_dtype(name), tuple(members), alone is not None)
-            for (where, name, alone), members in groups.items()
+            ServerPack(where, tf.as_dtype(name), tuple(members), single is not None)
+            for (where, name, single), members in groups.items()
         ]
 
     # ------------------------------------------------------------ the coordinator's copies

@@ -73,7 +73,7 @@ class HierarchicalRing(AllReduce):
         values: np.ndarray,
         what: str = "sum",
     ) -> np.ndarray:
-        """As `sum`, with a way of its own between machines.
+        """Replaces an array by its sum, with a function for the sum between machines.
 
         Args:
             between: (the ring of one worker of each machine, its part of the machine's sum) -> the

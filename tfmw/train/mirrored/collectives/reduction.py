@@ -1,4 +1,4 @@
-"""Sums of gradients over replicas: in which dtype, and what becomes of sparse ones.
+"""Sums of gradients over replicas: their dtype on the wire, and sparse gradients.
 
     total = Reduction(strategy, compression="bf16")
     summed = total(grads)                  # on each replica; the same on all
@@ -26,26 +26,26 @@ from tfmw.train.mirrored.collectives.hierarchy import HierarchicalRing
 from tfmw.train.mirrored.collectives.transports import OverRing, transport_of
 from tfmw.train.mirrored.replicas import flattened, split
 
-_nothing: tf.Variable | None = None  # without reduction: a 0 that TensorFlow cannot fold
+_zero: tf.Variable | None = None  # without reduction: a 0 that TensorFlow cannot fold
 
 
 @contextlib.contextmanager
-def left_out() -> Iterator[None]:
+def without_reduction() -> Iterator[None]:
     """Multiplies gradients by 0 instead of reducing them, to measure the cost of the reduction.
 
     With their local gradients, replicas would diverge.
     """
-    global _nothing
-    _nothing = tf.Variable(0.0, trainable=False)
+    global _zero
+    _zero = tf.Variable(0.0, trainable=False)
     try:
         yield
     finally:
-        _nothing = None
+        _zero = None
 
 
-def nothing() -> tf.Variable | None:
-    """The factor 0 within `left_out`; None outside of it."""
-    return _nothing
+def zero_factor() -> tf.Variable | None:
+    """The factor 0 within `without_reduction`; None outside of it."""
+    return _zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Reduction:
         Args:
             grads: dense tensors, `tf.IndexedSlices`, or None.
         """
-        if _nothing is not None:
-            return scaled(grads, _nothing)
+        if _zero is not None:
+            return scaled(grads, _zero)
         parts = [_parts_of(grad) for grad in grads]
         sent = [self._compressed(part) for own in parts for _, part in own]
         totals = iter(self.transport(sent) if sent else ())
@@ -143,8 +143,8 @@ class Reduction:
                     for index, size in pack.sizes.items()
                 ]
             )
-            if _nothing is not None:
-                total = scaled([whole[self.transport.ring.own_part(pack.cuts)]], _nothing)[0]
+            if _zero is not None:
+                total = scaled([whole[self.transport.ring.own_part(pack.cuts)]], _zero)[0]
             else:
                 total = self.transport.scattered(self._compressed(whole), pack.cuts)
             lengths = [part.stop - part.start for _, part in pack.parts[rank]]

@@ -1,4 +1,4 @@
-"""How values of replicas travel from within a traced step: over tfmw's ring, or by TensorFlow.
+"""Transports of values from within a traced step: tfmw's ring, or TensorFlow's collectives.
 
     transport = transport_of(strategy, options)
     totals = transport(grads)                           # sums over replicas; the same on all
@@ -82,7 +82,7 @@ class OverRing:
             self._turn = tf.Variable(0, dtype=tf.int64, trainable=False)
             # Of no shape that TensorFlow knows in advance: it would compute what does not depend on
             # the step once for all steps, into memory that the ring then overwrites.
-            self._nowhere = tf.Variable(tf.zeros([0, 1], tf.int64), False, shape=[None, 1])
+            self._no_indices = tf.Variable(tf.zeros([0, 1], tf.int64), False, shape=[None, 1])
 
     def use(self, ring: AllReduce) -> None:
         """Sends over a ring, in turn with the exchanges over an earlier one."""
@@ -162,7 +162,7 @@ class OverRing:
     def _in_memory(
         self, exchange: Callable[..., object], tensors: list[tf.Tensor], what: str
     ) -> tf.Tensor:
-        """Runs `exchange(*arrays)` after the earlier ones; returns what the first array is then.
+        """Runs `exchange(*arrays)` after the earlier ones; returns the first array as it is then.
 
         That array is the memory of the first tensor, or of a copy where others still use it. So the
         ring needs no memory of its own, beside that which TensorFlow keeps for tensors.
@@ -178,17 +178,17 @@ class OverRing:
             return []
 
         with tf.device("cpu:0"):
-            alone = self._unchanged(first)
-            self._in_turn(run, [alone, *others], [], what)
+            owned = self._in_own_memory(first)
+            self._in_turn(run, [owned, *others], [], what)
             # No identity: TensorFlow's optimizer moves a cast to fewer bits before one, and with it
             # the reading of the memory before the exchange.
             with tf.control_dependencies([self._turn.read_value()]):
-                return self._unchanged(alone)
+                return self._in_own_memory(owned)
 
-    def _unchanged(self, tensor: tf.Tensor) -> tf.Tensor:
+    def _in_own_memory(self, tensor: tf.Tensor) -> tf.Tensor:
         """The tensor, in its own memory if that has no other use; else in a copy."""
         return tf.raw_ops.ScatterNdNonAliasingAdd(
-            input=tensor, indices=self._nowhere.read_value(), updates=tf.zeros([0], tensor.dtype)
+            input=tensor, indices=self._no_indices.read_value(), updates=tf.zeros([0], tensor.dtype)
         )
 
     def _in_turn(
@@ -317,13 +317,13 @@ def packs_of(grads: list[Any], pack_bytes: int) -> Iterator[list[int]]:
     pack: list[int] = []
     room = 0
     for i in reversed([i for i, grad in enumerate(grads) if grad is not None]):
-        alone = isinstance(grads[i], tf.IndexedSlices) or not grads[i].shape.is_fully_defined()
-        nbytes = 0 if alone else grads[i].shape.num_elements() * grads[i].dtype.size
-        if pack and (alone or nbytes > room or grads[i].dtype != grads[pack[0]].dtype):
+        is_single = isinstance(grads[i], tf.IndexedSlices) or not grads[i].shape.is_fully_defined()
+        nbytes = 0 if is_single else grads[i].shape.num_elements() * grads[i].dtype.size
+        if pack and (is_single or nbytes > room or grads[i].dtype != grads[pack[0]].dtype):
             yield pack
             pack = []
         pack.append(i)
-        if alone:
+        if is_single:
             yield pack
             pack = []
         else:

@@ -1,0 +1,202 @@
+"""The plan of a training: everything that a call of `fit` chooses is chosen here.
+
+    plan = Plan(arguments)
+    history = plan.run()
+
+`run` reads top to bottom: backups are opened, the driver shards the data, tasks compare their
+arguments, the newest backup is restored, and the loop trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfmw import data
+from tfmw.cluster import membership
+from tfmw.compat.model_methods import is_overridden
+from tfmw.errors import UsageError
+from tfmw.train import strategies
+from tfmw.train.arguments import FitArguments, trained_in
+from tfmw.train.callbacks.roles import without_backup
+from tfmw.train.checkpoint import evaluator
+from tfmw.train.checkpoint.resume import Backups
+from tfmw.train.fit_context import FitContext
+from tfmw.train.local_sgd import elastic_training
+from tfmw.train.local_sgd.elastic_rounds import ElasticRounds
+from tfmw.train.local_sgd.round_client import RoundClient
+from tfmw.train.local_sgd.rounds import Rounds
+from tfmw.train.local_sgd.sync_settings import settings_of
+from tfmw.train.loop import TrainingLoop
+from tfmw.train.mirrored.one_pass import validate_as_user, validate_here
+from tfmw.train.mirrored.sync_training import MirroredTraining
+from tfmw.train.mirrored.synchronization import EachStep
+from tfmw.train.parameter_server.ps_training import ParameterServerTraining
+
+Training = MirroredTraining | ParameterServerTraining
+
+
+class Plan:
+    """One training.
+
+    Args:
+        arguments: of the call, as they have reached Keras's method.
+
+    Attributes:
+        element_spec: structure of tf.TensorSpec, of one batch, once the model is trained.
+
+    Raises:
+        UsageError: arguments that contradict each other, the model or the cluster.
+    """
+
+    element_spec: Any = None
+
+    def __init__(self, arguments: FitArguments):
+        self._arguments = arguments.limited().split()
+        self._context = FitContext.of(arguments.model, arguments.strategy, "fit")
+        self._servers = strategies.servers_of(self._context.strategy)
+        self._sync = settings_of(arguments)
+        self._rounds = RoundClient.of_environment(os.environ)
+        if self._rounds is None and self._sync is not None and self._sync.elastic:
+            raise UsageError(
+                "received elastic=True, and no server of rounds: start the script with tfmw run "
+                "--elastic --workers N, or pass workers=N."
+            )
+        if self._servers is not None and self._sync is not None:
+            raise UsageError(
+                f"received sync={arguments.sync}: workers of parameter servers keep no "
+                "weights of their own. Leave it out, or train with multi-worker mirroring."
+            )
+
+    def run(self) -> keras.callbacks.History:
+        """Trains the model."""
+        if membership.is_evaluator():
+            return self._evaluate_beside()
+        arguments = self._arguments
+        with self._entered() as (context, backups):
+            training = self._training(context, backups)
+            self._require_same(context, training)
+            backups.restore(context.model, training.batch_size or arguments.batch_size)
+            callback_list = context.callback_list(
+                without_backup(arguments.callbacks)[0],
+                training,
+                verbose=0 if backups.is_done(arguments.epochs) else arguments.verbose,
+                steps=training.steps_per_epoch,
+                epochs=arguments.epochs,
+                history=True,
+            )
+            validate = self._validation(context, training)
+            loop = TrainingLoop(training, backups, callback_list, arguments, validate)
+            with trained_in(context.model, arguments.precision), training:
+                loop.run()
+        self.element_spec = training.element_spec
+        history: keras.callbacks.History = context.model.history
+        return history
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[tuple[FitContext, Backups]]:
+        """The context of this task, and its backups."""
+        if self._rounds is not None:
+            entered = elastic_training.entered(self._rounds, self._context, self._arguments)
+            with entered as member:
+                yield member
+            return
+        with Backups(self._context.group, self._arguments.backup) as backups:
+            yield self._context, backups
+
+    # ------------------------------------------------------------ what is chosen
+
+    def _training(self, context: FitContext, backups: Backups) -> Training:
+        """The driver, with sharded data and a built model."""
+        arguments, sync, record = self._arguments, self._sync, backups.record
+        self._refuse_other_kind(record)
+        if self._servers is not None:
+            return ParameterServerTraining(context, arguments, self._servers, record)
+        if sync is None:
+            each_step = EachStep(
+                context.strategy, arguments.gradient_compression, arguments.shard_optimizer
+            )
+            return MirroredTraining(context, arguments, record, each_step)
+        sync.refuse_other(record)
+        if isinstance(backups, elastic_training.MemberBackups):
+            rounds = ElasticRounds(context.strategy, sync, context.sharding, backups.client)
+            return elastic_training.ElasticTraining(context, arguments, backups, rounds)
+        return MirroredTraining(context, arguments, record, Rounds(context.strategy, sync))
+
+    def _validation(
+        self, context: FitContext, training: Training | None
+    ) -> Callable[..., dict[str, Any]] | None:
+        """Evaluates the model on the validation data: (callbacks, signals) -> logs."""
+        arguments = self._arguments
+        if arguments.validation_source is None:
+            return None
+        validate: Callable[..., dict[str, Any]]
+        if isinstance(training, MirroredTraining):
+            validate = training.validate
+        else:
+            validate = functools.partial(validate_here, context.model, arguments)
+        if not is_overridden(context.model, "evaluate"):
+            return validate
+        unplaced = None if training is None else training.unplaced_model
+        return functools.partial(validate_as_user, context, arguments, unplaced, validate)
+
+    def _evaluate_beside(self) -> keras.callbacks.History:
+        """Evaluates the backups of the training, on an evaluator."""
+        context, arguments = self._context, self._arguments
+        backup, validate = arguments.backup, self._validation(context, None)
+        if backup is None or validate is None:
+            missing = "backup_dir" if backup is None else "validation_data"
+            raise UsageError(
+                f"this task is an evaluator and {missing} was not given: it evaluates each backup "
+                "of the training on the validation data; pass both to fit on every task."
+            )
+        context.build(arguments.source.shard(context.sharding, data.SharedOrder()).element_spec)
+        remove = backup.delete_checkpoint
+        return evaluator.watch(context.model, validate, backup.backup_dir, remove=remove)
+
+    # ------------------------------------------------------------ what is refused
+
+    def _refuse_other_kind(self, record: dict[str, Any] | None) -> None:
+        """Raises UsageError, on all tasks, if the backup is of another kind of training."""
+        if record is None:
+            return
+        # Workers of parameter servers draw their own seeds.
+        was = _kind("seed" not in record["feed"], "rounds" in record["feed"])
+        now = _kind(self._servers is not None, self._sync is not None)
+        if was != now:
+            raise UsageError(
+                f"the backup is of {was}, and this is {now}: their "
+                "positions in the data differ in kind. Use another backup_dir; to continue with "
+                "the weights, load them with model.load_weights before tfmw.fit."
+            )
+
+    def _require_same(self, context: FitContext, training: Training) -> None:
+        """Raises UsageError on every task if the tasks' arguments differ."""
+        arguments = self._arguments
+        context.group.require_same(
+            {
+                "epochs": arguments.epochs,
+                "initial_epoch": arguments.initial_epoch,
+                "steps per epoch": training.steps_per_epoch,
+                "the batch size": training.batch_size,
+                "the number of weights": sum(math.prod(w.shape) for w in context.model.weights),
+                "validation_freq": str(arguments.validation_freq),
+                "steps_per_execution": context.model.steps_per_execution,
+                "backup_every": str(arguments.backup_every),
+                "split_batch": arguments.split_batch,
+                "sync": str(self._sync),
+                "collectives": membership.chosen_collectives(),
+            }
+        )
+
+
+def _kind(on_servers: bool, is_local: bool) -> str:
+    if on_servers:
+        return "a training on parameter servers"
+    return "a training with sync=" if is_local else "a synchronous training"
