@@ -147,10 +147,12 @@ test-fast: $(DEV)
 test-gpu: $(DEV)
 	@$(BIN)/python -m tests.on_gpus
 
-# Keras's own tests, run through tfmw: all of them, or as many as SAMPLE says, drawn anew for each
-# commit, or by the SEED that a run has printed.
+# Keras's own tests, run through tfmw, or KerasHub's (SUITE=hub) and KerasRS's (SUITE=rs), which are
+# downloaded (SOURCES: a checkout instead): all of them, or as many as SAMPLE says, drawn anew for
+# each commit, or by the SEED that a run has printed.
 test-keras: $(DEV)
 	@$(BIN)/python -m tests.keras_suite --jobs $(JOBS) \
+	  $(if $(SUITE),--suite $(SUITE)) $(if $(SOURCES),--sources $(SOURCES)) \
 	  $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))
 
 # keras.io's examples by their own code, which is downloaded: Keras in one process, tfmw on two workers.

@@ -1,6 +1,6 @@
-"""Runs Keras's tests with tfmw, those that fail with plain Keras too, and compares.
+"""Runs tests of Keras or its libraries with tfmw; what fails, with plain Keras, too; and compares.
 
-    python -m tests.keras_suite [--sample N [--seed SEED]] [PATH...]
+    python -m tests.keras_suite [--suite hub|rs] [--sources CHECKOUT] [--sample N] [PATH...]
 
 Ends with 0 where the tests that fail with tfmw only are those of `known_failures.toml`, else 1.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -21,9 +22,10 @@ import tarfile
 import tempfile
 import time
 import tomllib
+import urllib.request
 import venv
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,36 @@ PACKAGES = [
         "trainers",
     )
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """The tests of a library.
+
+    Attributes:
+        distribution: its name in the package index.
+        paths: of the tests, below the folder of the tests.
+        repository: on GitHub, which has the tests if the source distribution has none.
+    """
+
+    distribution: str
+    paths: Sequence[str]
+    repository: str = ""
+
+    def training(self, folder: Path) -> list[str]:
+        """The files of tests that train, evaluate or predict."""
+        if not self.repository:
+            return list(self.paths)
+        files = [file for path in self.paths for file in sorted((folder / path).rglob("*_test.py"))]
+        trains = re.compile(r"run_task_test|\.(fit|evaluate|predict)\(")
+        return [str(f.relative_to(folder)) for f in files if trains.search(f.read_text())]
+
+
+SUITES = {
+    "keras": Suite("keras", PACKAGES),
+    "hub": Suite("keras-hub", ["keras_hub/src"], "keras-team/keras-hub"),
+    "rs": Suite("keras-rs", ["keras_rs/src"], "keras-team/keras-rs"),
+}
 
 # Libraries that these tests import at their top and tfmw does not use. PyTorch is not among them,
 # as its wheels bring CUDA: five files, of adapters that tfmw does not replace, cannot be imported
@@ -115,21 +147,32 @@ class Verdict:
         return not self.new and not self.stale
 
 
-def known_failures(path: Path = KNOWN) -> dict[str, str]:
-    """Test -> why it may fail with tfmw only."""
+def known_failures(path: Path = KNOWN, suite: Suite | None = None) -> dict[str, str]:
+    """Test -> why it may fail with tfmw only; `suite`: its tests alone."""
     causes = tomllib.loads(path.read_text())["cause"]
-    return {test: cause["reason"] for cause in causes for test in cause["tests"]}
+    known = {test: cause["reason"] for cause in causes for test in cause["tests"]}
+    places = ("",) if suite is None else tuple(f"{path}/" for path in suite.paths)
+    return {test: reason for test, reason in known.items() if test.startswith(places)}
 
 
 # ---------------------------------------------------------------- what is run, and where
 
 
-def fetched(version: str) -> Path:
-    """The tests of this version of Keras, below the folder that is returned."""
-    folder = BUILD / f"keras-{version}"
+def fetched(suite: Suite, version: str) -> Path:
+    """The tests of this version of a library, below the folder that is returned."""
+    folder = BUILD / f"{suite.distribution}-{version}"
     if folder.exists():
         return folder
     BUILD.mkdir(parents=True, exist_ok=True)
+    if suite.repository:
+        url = f"https://codeload.github.com/{suite.repository}/tar.gz/refs/tags/v{version}"
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            checkout = io.BytesIO(answer.read())
+        with tempfile.TemporaryDirectory(dir=BUILD) as temporary:
+            with tarfile.open(fileobj=checkout) as tar:
+                tar.extractall(temporary, filter="data")
+            next(Path(temporary).iterdir()).rename(folder)
+        return folder
     with tempfile.TemporaryDirectory(dir=BUILD) as temporary:
         # pip asks the index that it is configured for, and builds a little to learn its metadata:
         # some versions import themselves for that.
@@ -145,7 +188,6 @@ def fetched(version: str) -> Path:
             tests = [m for m in tar.getmembers() if re.search(r"/keras/src/.*_test\.py$", m.name)]
             tar.extractall(unpacked, tests, filter="data")
         (top,) = unpacked.iterdir()
-        (top / "pytest.ini").write_text(PYTEST_INI)
         top.rename(folder)
     return folder
 
@@ -199,9 +241,10 @@ def run(
     """Outcomes of tests, handed to "tfmw" or left to "keras"."""
     outcomes = BUILD / f"{trainer}.json"
     outcomes.unlink(missing_ok=True)
+    (BUILD / "pytest.ini").write_text(PYTEST_INI)
     command = [
         *(str(python), "-m", "pytest", *paths),
-        *("-c", "pytest.ini", "--rootdir", ".", "--import-mode", "importlib"),
+        *("-c", str(BUILD / "pytest.ini"), "--rootdir", ".", "--import-mode", "importlib"),
         *("-p", "tests.keras_suite.plugin", "--trainer", trainer, "--outcomes", str(outcomes)),
         *("-p", "no:cacheprovider", "--timeout", "300", "--continue-on-collection-errors"),
         *("-q", "--no-header", "--no-summary", "--tb", "short"),
@@ -210,7 +253,14 @@ def run(
     ]
     log = BUILD / f"{trainer}.log"
     with log.open("w") as notices:
-        status = subprocess.run(command, env=environment(), cwd=folder, stderr=notices).returncode
+        # A checkout has helpers of its tests, and its own library around them.
+        path = os.pathsep.join([str(folder), str(ROOT)])
+        env = (
+            {**environment(), "PYTHONPATH": path}
+            if (folder / "conftest.py").exists()
+            else environment()
+        )
+        status = subprocess.run(command, env=env, cwd=folder, stderr=notices).returncode
     if status not in (0, 1, 2) or not outcomes.exists():
         raise SystemExit(f"pytest ended with {status}: see {log}")
     found: Outcomes = json.loads(outcomes.read_text())
@@ -258,31 +308,39 @@ def print_tests(verdict: Verdict, tfmw: Outcomes, listed: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.keras_suite", description=__doc__)
-    parser.add_argument("paths", nargs="*", default=PACKAGES, help="below the folder of the tests")
+    parser.add_argument("paths", nargs="*", help="below the folder of the tests; default: all")
+    parser.add_argument("--suite", choices=SUITES, default="keras", help="whose tests")
+    parser.add_argument("--sources", type=Path, help="a checkout with the tests of KerasHub or -RS")
     parser.add_argument("--sample", type=int, help="run that many tests only")
     parser.add_argument("--seed", help="of the sample; default: the commit")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests")
     arguments = parser.parse_args()
 
-    version, tensorflow = map(importlib.metadata.version, ("keras", "tensorflow"))
-    folder, python = fetched(version), interpreter()
-    options: list[str] = []
+    suite = SUITES[arguments.suite]
+    version, tensorflow = map(importlib.metadata.version, (suite.distribution, "tensorflow"))
+    folder = (arguments.sources or fetched(suite, version)).resolve()
+    python = Path(sys.executable) if suite.repository else interpreter()
+    BUILD.mkdir(parents=True, exist_ok=True)
+    paths = arguments.paths or suite.training(folder)
+    options = ["--training"] if suite.repository else []
     if arguments.sample is not None:
         seed = arguments.seed or commit()
-        print(f"{arguments.sample} tests of Keras {version}: SAMPLE={arguments.sample} SEED={seed}")
-        options = ["--sample", str(arguments.sample), "--sample-seed", seed]
+        drawn = f"SAMPLE={arguments.sample} SEED={seed}"
+        print(f"{arguments.sample} tests of {suite.distribution} {version}: {drawn}")
+        options += ["--sample", str(arguments.sample), "--sample-seed", seed]
     begin = time.monotonic()
-    tfmw = run(python, folder, "tfmw", arguments.paths, options, arguments.jobs)
+    tfmw = run(python, folder, "tfmw", paths, options, arguments.jobs)
     failed = sorted(test for test, it in tfmw.items() if it["outcome"] == "failed")
-    cache = BUILD / f"keras-{version}-tensorflow-{tensorflow}.json"
+    cache = BUILD / f"{suite.distribution}-{version}-tensorflow-{tensorflow}.json"
     keras = with_plain_keras(python, folder, failed, cache, arguments.jobs)
-    everything = not options and arguments.paths == PACKAGES
-    verdict = Verdict.of(tfmw, keras, known_failures(), everything)
+    everything = arguments.sample is None and not arguments.paths
+    verdict = Verdict.of(tfmw, keras, known_failures(suite=suite), everything)
 
     calls = sum(it["calls"] for it in tfmw.values())
     print(
-        f"{len(tfmw)} tests of Keras {version} on TensorFlow {tensorflow}, {calls} calls of tfmw, "
-        f"{time.monotonic() - begin:.0f} s; {len(verdict.shared)} fail with plain Keras, too."
+        f"{len(tfmw)} tests of {suite.distribution} {version} on TensorFlow {tensorflow}, {calls} "
+        f"calls of tfmw, {time.monotonic() - begin:.0f} s; {len(verdict.shared)} fail with plain "
+        "Keras, too."
     )
     print_tests(verdict, tfmw, KNOWN)
     ours = len(verdict.new) + len(verdict.known)

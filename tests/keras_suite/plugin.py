@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("Keras's tests")
     group.addoption("--trainer", choices=("tfmw", "keras"), default="tfmw")
     group.addoption("--outcomes", type=Path, help="gets {test: {outcome, seconds, calls, error}}")
+    group.addoption("--training", action="store_true", help="only tests that train or predict")
     group.addoption("--sample", type=int, help="how many tests to run; all unless given")
     group.addoption("--sample-seed", default="", help="which ones: the same seed, the same tests")
     group.addoption("--only", type=Path, help="a file that names the tests to run, one a line")
@@ -38,7 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--outcomes") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Outcomes(config.getoption("--outcomes")))
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        _stand_in_for_conftest()
+        if not (config.rootpath / "conftest.py").exists():
+            _stand_in_for_conftest()
         config.pluginmanager.register(_Trainer(config.getoption("--trainer") == "tfmw"))
 
 
@@ -49,8 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         named = set(only.read_text().splitlines())
         kept = [item for item in items if item.nodeid in named]
     number = config.getoption("--sample")
-    if number is not None:
+    if number is not None or config.getoption("--training"):
         kept = [item for item in kept if _trains(item)]
+    if number is not None:
         seed = config.getoption("--sample-seed")
         drawn = sorted(
             kept, key=lambda item: hashlib.sha256((seed + item.nodeid).encode()).digest()
