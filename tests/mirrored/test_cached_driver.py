@@ -14,7 +14,8 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tests.helpers.cases import every
+from tests.helpers import cluster
+from tests.helpers.cases import each, every
 from tfmw.compat import objects
 from tfmw.compat.kept import ATTRIBUTE, kept_with
 
@@ -35,9 +36,11 @@ class Noted(keras.layers.Layer):
         return x * self.factor
 
 
-def made() -> keras.Model:
+def made(differs: bool = True) -> keras.Model:
+    """A model that several replicas train otherwise than one, if `differs`."""
     keras.utils.set_random_seed(1)
-    layers = [Noted(), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    norm = keras.layers.BatchNormalization() if differs else keras.layers.LayerNormalization()
+    layers = [Noted(), norm, keras.layers.Dropout(0.5 * differs)]
     model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
     return model
@@ -48,13 +51,13 @@ def fit(model: keras.Model, **more: Any) -> dict[str, list[float]]:
     return logs
 
 
-def evaluate(model: keras.Model) -> dict[str, float]:
-    logs: dict[str, float] = tfmw.evaluate(model, X, Y, verbose=0, return_dict=True)
+def evaluate(model: keras.Model, **more: Any) -> dict[str, float]:
+    logs: dict[str, float] = tfmw.evaluate(model, X, Y, verbose=0, return_dict=True, **more)
     return logs
 
 
-def predict(model: keras.Model) -> Any:
-    return tfmw.predict(model, X, verbose=0)
+def predict(model: keras.Model, **more: Any) -> Any:
+    return tfmw.predict(model, X, verbose=0, **more)
 
 
 def traces(model: keras.Model, call: Callable[[keras.Model], Any]) -> int:
@@ -234,6 +237,41 @@ def test_a_step_by_hand_is_traced_as_often_as_by_keras():
 
     by_keras = traces(compiled(), lambda m: m.fit(X, Y, batch_size=8, verbose=0))
     assert traces(compiled(), fit) <= by_keras
+
+
+@pytest.fixture(scope="module")
+def on_devices() -> Any:
+    """See `programs/traces_on_devices.py`."""
+    (found,) = cluster.run_cluster(
+        "traces_on_devices.py", workers=1, env={"TFMW_NO_INIT": "1"}, timeout_s=280
+    )
+    return found
+
+
+@pytest.mark.multiprocess
+def test_traces_are_reused_on_two_devices(on_devices):
+    first, second = on_devices["traces"]
+    assert len(first) == 3
+    assert all(number > 0 for number in first)
+    assert second == [0, 0, 0]
+    assert on_devices["of the name"][0] > 0
+    assert on_devices["of the name"][1:] == [0]
+    assert on_devices["of another strategy"] > 0
+
+
+@pytest.mark.multiprocess
+def test_changes_have_effect_on_two_devices_when_they_have_in_keras(on_devices):
+    for name, (got, expected, traced) in each(on_devices["changes"].items()):
+        assert len(got) == len(expected) == 4, name
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=name)
+        assert (traced > 0) == (name.startswith("compile") or name in VARIABLES_CHANGE), name
+
+
+@pytest.mark.multiprocess
+def test_copies_of_variables_are_empty_between_calls(on_devices):
+    assert on_devices["copies"] > 5
+    assert on_devices["freed"] == on_devices["copies"]
 
 
 @pytest.mark.multiprocess

@@ -190,7 +190,7 @@ def _assign(to: tf.Variable, value: tf.Variable) -> None:
 def placed(
     model: keras.Model,
     strategy: tf.distribute.Strategy,
-    copies: dict[int, tf.Variable] | None = None,
+    copies: dict[int, tf.Variable],
     seeds_vary: bool = True,
 ) -> Iterator[Placement]:
     """Places the model on every replica of `strategy` and restores it at the end.
@@ -218,7 +218,6 @@ def placed(
             yield Placement(model, strategy, [], [])
         return
     placement = Placement(model, strategy, variables, originals)
-    copies = {} if copies is None else copies
     with stable_variable_keys(optimizers_of(model), model.trainable_variables):
         with strategy.scope():
             for variable, original in zip(variables, originals, strict=True):

@@ -6,6 +6,7 @@ strategies.current_strategy()                    # the default strategy of fit()
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -188,15 +189,21 @@ def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strat
         if membership.joined() is None and not Cluster.resolve(os.environ).is_single:
             init()
         if membership.joined() is None and len(tf.config.list_logical_devices("GPU")) > 1:
-            return mirrored()
+            return _mirrored_on_all()
         return current_strategy()
     if strategy == "multi_worker_mirrored":
         if membership.joined() is None:
             init(strategy=strategy)
         return current_strategy()
     if strategy == "mirrored":
-        return mirrored()
+        return _mirrored_on_all()
     return current_strategy() if membership.joined() is not None else parameter_server()
+
+
+@functools.cache
+def _mirrored_on_all() -> tf.distribute.Strategy:
+    """`mirrored()`, the same for all calls: traced steps are kept with their strategy."""
+    return mirrored()
 
 
 def current_strategy() -> tf.distribute.Strategy:

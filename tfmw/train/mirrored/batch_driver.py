@@ -53,7 +53,6 @@ class BatchDriver:
         self._strategy = strategy
         self._driver = SyncDriver(model, EachStep(strategy))
         self._sharding = self._driver.replicas.sharding
-        self._driver.copies = {}
         self._sums = new_function(self._sum_over_tasks)
         self._functions: dict[tuple[StepKind, str], Any] = {}  # traced for these batches
         self._steps = 0

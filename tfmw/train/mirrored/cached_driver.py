@@ -9,6 +9,9 @@ trace each time. So a model keeps the driver of its last call, as Keras keeps it
 A trace is valid as long as Keras's would be: until the next `compile`, or until layers or variables
 are other objects. A changed attribute, such as a dropout rate, has no effect before `compile`. Only
 `trainable` has, at the next call: variables are placed by it.
+
+With several replicas in this process the traces use copies of the variables, which stay with the
+driver. Between calls their memory is free.
 """
 
 from __future__ import annotations
@@ -18,11 +21,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
-import tensorflow as tf
 
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
-from tfmw.compat import datasets, models, placement
+from tfmw.compat import datasets, memory, models, placement
 from tfmw.compat.kept import kept_with
 from tfmw.train.mirrored.collectives import reduction
 from tfmw.train.mirrored.collectives.connection import ring_of
@@ -64,6 +66,7 @@ def cached_driver(model: keras.Model, sync: Any) -> Iterator[SyncDriver]:
         *layers,
         *variables,
         *map(models.native, variables),
+        models.unseeded_state(),
     ]
     settings = [
         sync.compression,
@@ -98,8 +101,9 @@ def cached_driver(model: keras.Model, sync: Any) -> Iterator[SyncDriver]:
             yield driver
     finally:
         kept.drivers = ()  # of nested calls
-    # Others have copies of variables, which change between calls.
-    natives = map(models.native, placement.all_variables(model))
-    distributed = any(isinstance(v, tf.distribute.DistributedValues) for v in natives)
-    if driver.replicas.local == 1 and not distributed:
-        kept.drivers = [_CachedDriver(parts, settings, driver), *others][:_MOST_KEPT]
+    parts[-1] = models.unseeded_state()  # exists from the first draw on
+    for i in set(driver.copies) - {id(v) for v in [*variables, parts[-1]]}:
+        del driver.copies[i]
+    for copy in driver.copies.values():
+        memory.free(copy)
+    kept.drivers = [_CachedDriver(parts, settings, driver), *others][:_MOST_KEPT]

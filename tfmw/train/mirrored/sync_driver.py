@@ -84,7 +84,7 @@ class SyncDriver:
         self.strategy: tf.distribute.Strategy = sync.strategy
         self.examples = 0  # of the steps so far, over all replicas
         self.times = StepTimes()  # of this worker's training steps
-        self.copies: dict[int, tf.Variable] | None = None  # see `placement.placed`
+        self.copies: dict[int, tf.Variable] = {}  # see `placement.placed`
         self.splits = True  # whether replicas have parts of batches, and not whole ones
         self.updates = [
             ShardedUpdate(optimizer, sync.reduction, sync.shard_optimizer, model.run_eagerly)
