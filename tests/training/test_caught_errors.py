@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
-from tfmw.errors import printable
+from tfmw.cluster import membership
+from tfmw.errors import Preempted, TfmwError, printable
 
 
 @pytest.mark.multiprocess
@@ -49,3 +51,22 @@ def test_parameter_servers_are_usable_after_an_error(run_cluster, tmp_path):
     assert run.chief["then"] == dict.fromkeys(run.chief["caught"], run.chief["first"])
     assert 0 < resumed[0] < run.chief["first"][0]  # the mean over the steps that were left
     assert os.listdir(backups) == ["LOCK"]
+
+
+class StoppedByScheduler(Preempted):
+    """A preemption of another name."""
+
+
+def test_only_a_preempted_run_may_be_followed_by_calls(monkeypatch: Any) -> None:
+    """By the type of the error, which an error of another library may be called like."""
+    monkeypatch.setattr(membership, "_joined", object())
+    namesake = type("Preempted", (Exception,), {})
+    for error, usable in ((StoppedByScheduler("saved"), True), (namesake("saved"), False)):
+        monkeypatch.setattr(membership, "_failed", "")
+        monkeypatch.setattr(membership, "_preempted", False)
+        membership.mark_failed(error)
+        if usable:
+            membership.require_usable()
+            continue
+        with pytest.raises(TfmwError, match="the cluster has ended"):
+            membership.require_usable()

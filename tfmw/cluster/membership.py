@@ -123,14 +123,18 @@ def expects_evaluator() -> bool:
 
 _at_success: list[Callable[[], None]] = []
 _failed = ""  # the error with which this process, or its cluster, has failed; "" before one
+_preempted = False  # whether that error is `Preempted`
 
 
 def mark_failed(error: BaseException) -> None:
     """Marks this process as failed, whatever its exit status."""
-    global _failed
+    global _failed, _preempted
+    if _failed:
+        return
     _, echo, message = str(error).partition(ECHO)
     line = (echo + message or str(error)).partition("\n")[0]
-    _failed = _failed or f"{type(error).__name__}: {line}"
+    _failed = f"{type(error).__name__}: {line}"
+    _preempted = isinstance(error, Preempted)
 
 
 def has_failed() -> bool:
@@ -143,7 +147,7 @@ def require_usable() -> None:
 
     A preempted run has saved its state on all tasks: who catches that may train again.
     """
-    if _failed and _joined is not None and not _failed.startswith(f"{Preempted.__name__}:"):
+    if _failed and _joined is not None and not _preempted:
         raise TfmwError(
             "the cluster has ended, as an earlier call failed on one task and not on all alike "
             f"({_failed}): start all tasks again, by hand or with tfmw run --max-restarts; with "
