@@ -961,6 +961,19 @@ def codebook(cls: type[Own] = Codes) -> keras.Model:
     return own(cls, encoder=encoder(), codes=layers.Embedding(5, 4, trainable=False))
 
 
+class AddedCodes(Codes):
+    """Adds to some rows in one value, which it assigns."""
+
+    def learn(self, z: Any, code: Any, chosen: Any) -> None:
+        table = self.codes.embeddings.value
+        rows = tf.cast(chosen, tf.int32)[:, None]
+        self.codes.embeddings.assign(tf.tensor_scatter_nd_add(table, rows, 0.1 * (z - code)))
+
+
+def added_codes() -> keras.Model:
+    return codebook(AddedCodes)
+
+
 class MeansOfSome(Codes):
     """A ratio of sums, as in k-means."""
 
@@ -993,7 +1006,7 @@ def moving_codes() -> keras.Model:
     return compiled(keras.Sequential([encoder(), MovingCodes(), dense(CLASSES)]))
 
 
-EQUAL = [vae, wgan_gp, sharpness_aware, codebook, adversarial]
+EQUAL = [vae, wgan_gp, sharpness_aware, codebook, added_codes, adversarial]
 EQUAL_TOO = [
     *(of_constants, sum_by_hand, synchronized_norm),
     *(vq_vae, real_nvp, siamese, deep_fm, distillation, gradient_centralization, mixup),
@@ -1166,6 +1179,40 @@ def test_assigned_value_that_replicas_cannot_combine_is_refused(two_replicas: An
     ) as e:
         trained(lambda: codebook(MeansOfSome), two_replicas)
     assert f"{__file__}:" in str(e.value)
+
+
+class Accumulated(ByHand):
+    """Applies the sum of two steps' gradients, every other step."""
+
+    def update(self, grads: list[Any], x: Any, y: Any) -> None:
+        def apply() -> Any:
+            self.optimizer.apply(grads, self.trainable_weights)
+            return 0
+
+        tf.cond(self.optimizer.iterations.value % 2 == 0, apply, lambda: 0)
+
+
+def test_update_within_a_condition_is_refused(two_replicas: Any) -> None:
+    with pytest.raises(tfmw.UsageError, match=r"applies gradients.* within tf.cond.*gradient_accu"):
+        trained(lambda: own(Accumulated, encoder=encoder()), two_replicas)
+
+
+class Differentiated(Own):
+    """Has the derivative of an embedding's gradient, which is sparse."""
+
+    def build(self, shape: Any) -> None:
+        self.words.build(None)
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self.words(tf.cast(y, tf.int32)) ** 2)
+        (grad,) = tape.gradient(loss, self.words.trainable_weights)
+        return loss + ops.mean(tf.clip_by_norm(grad.values, 0.1) ** 2)
+
+
+def test_derivative_of_a_sparse_gradient_is_refused(two_replicas: Any) -> None:
+    with pytest.raises(tfmw.UsageError, match=r"differentiates the sparse gradient.*to_tensor"):
+        trained(lambda: own(Differentiated, words=layers.Embedding(3, 4)), two_replicas)
 
 
 class Shaken(ByHand):

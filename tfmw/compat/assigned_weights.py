@@ -54,18 +54,29 @@ def increment(variable: Any, value: Any) -> tuple[Any, Any] | None:
     """(f(variable), x) of an update to f(variable) + x; None if it has another form."""
     if not is_symbolic(value):
         return None
+    addends = _addends(value)
+    reading = reading_operations(variable, value) if addends else set()
+    for base, added in addends:
+        if base.op.name in reading and added.op.name not in reading:
+            return base, added
+    return None
+
+
+def _addends(value: Any) -> list[tuple[Any, Any]]:
+    """(a, b) and (b, a) of a symbolic a + b, (a, -b) of a - b, none of other values."""
     operation = value.op
     while operation.type in ("Identity", "EnsureShape", "StopGradient"):
         operation = operation.inputs[0].op
-    if operation.type not in ("AddV2", "Add", "Sub"):
-        return None
-    reading = reading_operations(variable, value)
-    base, added = operation.inputs
-    if operation.type != "Sub" and added.op.name in reading:
-        base, added = added, base
-    if base.op.name not in reading or added.op.name in reading:
-        return None
-    return base, -added if operation.type == "Sub" else added
+    kind = operation.type
+    if kind not in ("Add", "AddV2", "Sub", "TensorScatterAdd", "TensorScatterSub"):
+        return []
+    base, added = operation.inputs[0], operation.inputs[-1]
+    if kind.startswith("TensorScatter"):
+        indices = operation.inputs[1]
+        added = tf.scatter_nd(indices, added, tf.shape(base, indices.dtype))
+    if kind.endswith("Sub"):
+        return [(base, -added)]
+    return [(base, added), (added, base)]
 
 
 def reading_operations(variable: Any, value: Any) -> set[str]:
@@ -139,10 +150,11 @@ def _of_all(weight: ReplicaWeight, target: Assignable, value: Any, parts: Any) -
         return weight.of_first_replica(value) if _is_random(weight, value) else value
     if weight.wants_gradients(value):
         return value  # the step will be traced again, with other gradients
-    if parts is not None and weight.flows.of(parts[0]).kind == "fixed":
-        total = weight.total(parts[1])
-        if total is not None:
-            return parts[0] + total
+    for base, added in [parts] if parts is not None else _addends(value):
+        if weight.flows.of(base).kind == "fixed" and weight.flows.of(added).kind != "fixed":
+            total = weight.total(added)
+            if total is not None:
+                return base + total
     total = weight.total(value)
     if total is not None:
         return total

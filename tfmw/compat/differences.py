@@ -42,6 +42,11 @@ _REASONS = {
         "It is the mean of what replicas find in their parts of the batch, so results depend on "
         "the number of replicas. " + _WHOLE_BATCHES
     ),
+    "padded": (
+        "is a mean over ragged rows that are padded to the longest one{place}. Each replica pads "
+        "to the longest row of its own part of the batch, so results depend on the number of "
+        "replicas. Pass shape= to to_tensor(), or divide the sum by row_lengths()."
+    ),
     "unknown": (
         "may compare the examples of a batch{place}: tfmw cannot tell. It is taken for a mean over "
         "the examples of each replica."
@@ -75,6 +80,8 @@ class Differences:
 def _reason(flow: Flow) -> str | None:
     if flow.has_pairs or flow.kind == "compared":
         op = flow.origin
+        if op is not None and op.type == "RaggedTensorToTensor":
+            return "padded"
         # Few programs mean the pairs of [n] and [n, 1].
         pairs = op is not None and op.type in BINARY and {t.shape.rank for t in op.inputs} == {1, 2}
         return "pairs" if pairs else "compared"

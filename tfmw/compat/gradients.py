@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfmw.compat.dataflow.flow import BAD, FIXED, Flow
 from tfmw.compat.graph import is_symbolic
+from tfmw.errors import UsageError
 
 if TYPE_CHECKING:
     from tfmw.compat.losses import ReplicaWeight
@@ -134,8 +135,35 @@ def _by_weights(weight: ReplicaWeight, target: Any, grads: list[Any]) -> list[An
         dense = [i for i, grad in enumerate(grads) if isinstance(grad, tf.Tensor)]
         for i, total in zip(dense, _of_all(weight, [grads[i] for i in dense]), strict=True):
             grads[i] = total
-    weight.gradients += [_values(grad) for grad in grads if isinstance(grad, tf.Tensor)]
+        grads = [_slices_of_all(weight, g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+    weight.gradients += [_values(grad) for grad in grads if grad is not None]
     return grads
+
+
+def _slices_of_all(weight: ReplicaWeight, grad: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Estimates of a sparse gradient -> that of the global batch, as one process has it."""
+    local = tf.IndexedSlices(
+        tf.stop_gradient(grad.values), tf.identity(grad.indices), grad.dense_shape
+    )
+    weight.flows.declare(local.indices, weight.flows.of(grad.indices))
+    total = weight.slices_of_all(local)
+
+    @tf.custom_gradient
+    def differentiated_once(values: Any, of_replica: Any) -> Any:
+        def refuse(upstream: Any) -> Any:
+            raise UsageError(
+                "a step differentiates the sparse gradient of an embedding, which several "
+                "replicas can sum only once: look the rows up in tf.convert_to_tensor(embeddings), "
+                "whose gradient is dense, or train on one replica."
+            )
+
+        return tf.identity(values), refuse
+
+    values = differentiated_once(total.values, grad.values)
+    indices = tf.identity(total.indices)
+    for part in (values, indices):
+        weight.flows.declare(part, FIXED)
+    return tf.IndexedSlices(values, indices, grad.dense_shape)
 
 
 def _of_all(weight: ReplicaWeight, grads: list[Any]) -> list[Any]:

@@ -36,7 +36,7 @@ from tfmw.compat.assigned_weights import Assignable, Exchanges, is_read
 from tfmw.compat.dataflow.flow import BAD, EXAMPLES, FIXED, Flow, tag_of, worst_flow
 from tfmw.compat.dataflow.walk import Dataflow
 from tfmw.compat.differences import Differences
-from tfmw.compat.gradients import graph_gradients, tape_gradient
+from tfmw.compat.gradients import graph_gradients, scaled, tape_gradient
 from tfmw.compat.graph import is_symbolic
 from tfmw.compat.objects import BaseTrainer, Trainer, backend_module, overridden
 
@@ -65,6 +65,7 @@ class ReplicaWeight:
     # replica's examples. `gather` concatenates the values and indices of all replicas' slices.
     sums: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None
     gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None
+    reduce: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None  # as one process has them
     # int32 [], the number of examples on the replicas that make the same update
     updated_by: Any = None
     # Whether the losses of other replicas depend on this one's weights and examples, as with a
@@ -194,6 +195,15 @@ class ReplicaWeight:
             return self.all_sum([value])[0]
         return self.means([value])[0] if value.dtype.is_floating else None
 
+    def slices_of_all(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """The sum over replicas of sparse gradients, in the rows that one process has."""
+        if self.deferred is not None:
+            raise CannotCompile
+        assert self.reduce is not None
+        present = tf.where(self.examples > 0, slices.values, tf.zeros_like(slices.values))
+        (scaled_by,) = scaled([present], self.fraction)
+        return self.reduce(tf.IndexedSlices(scaled_by, slices.indices, slices.dense_shape))
+
     def of_first_replica(self, value: tf.Tensor) -> tf.Tensor:
         """The first replica's value; that replica has examples if any has."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -206,6 +216,12 @@ class ReplicaWeight:
         if self.flows.follows(value, self.gradients):
             self.wanted = True
         return self.wanted
+
+    def is_complete(self, grad: Any) -> bool:
+        """Whether a sparse gradient is that of the global batch, as the step has reduced it."""
+        if not isinstance(grad, tf.IndexedSlices) or not self.exchanges.gradients or self.is_local:
+            return False
+        return bool(not is_symbolic(grad.values) or self.flows.of(grad).kind == "fixed")
 
     def needed_exchanges(self) -> Exchanges:
         """Exchanges that the traced step needs; if it lacks some, it is traced again."""
@@ -404,12 +420,10 @@ def _by_example(
     return out
 
 
-def _sparse_lookup(
-    weight: ReplicaWeight, lookup: Any, params: Any, sp_ids: Any, *arguments: Any, **named: Any
-) -> Any:
+def _sparse_lookup(weight: ReplicaWeight, lookup: Any, *arguments: Any, **named: Any) -> Any:
     """Declares a row per example for `tf.nn.embedding_lookup_sparse`, which looks up unique ids."""
-    out = lookup(params, sp_ids, *arguments, **named)
-    parts = tf.nest.flatten([sp_ids, arguments, named], expand_composites=True)
+    out = lookup(*arguments, **named)
+    parts = tf.nest.flatten([arguments, named], expand_composites=True)
     flows = [weight.flows.of(part) for part in parts if tf.is_tensor(part)]
     if any(flow.axes for flow in flows) and worst_flow(flows) is None:
         weight.flows.declare(out, Flow("rows", ((0, EXAMPLES),)))

@@ -1,4 +1,4 @@
-"""Rows of embeddings that no example asks for: of positions, lengths, segments, constants."""
+"""Embeddings: rows of positions, lengths, segments and constants; sparse ids and gradients."""
 
 from __future__ import annotations
 
@@ -75,3 +75,106 @@ def adam_jit_compile() -> Case:
 @row("embeddings of constants, Adafactor", too=True)
 def adafactor() -> Case:
     return Case(compiled(model(), optimizers.Adafactor(0.01)), text())
+
+
+def ids_of_several_lengths() -> tuple[np.ndarray, np.ndarray]:
+    """(ids int64 [examples, LENGTH], how many of each row count)."""
+    random = np.random.default_rng(5)
+    ids = random.integers(1, WORDS, (EXAMPLES, LENGTH))
+    return ids, random.integers(1, LENGTH + 1, EXAMPLES)
+
+
+class Lookup(keras.Model):
+    """An embedding of the ids, reduced over those of each example."""
+
+    def __init__(self, reduce: Any) -> None:
+        super().__init__()
+        self.table, self.out = layers.Embedding(WORDS, SIZE), layers.Dense(3)
+        self.reduce = reduce
+
+    def call(self, ids: Any) -> Any:
+        return self.out(self.reduce(self.table, ids))
+
+
+@row("sparse ids into an Embedding, Adam")
+def sparse_ids() -> Case:
+    ids, lengths = ids_of_several_lengths()
+    sparse = tf.sparse.from_dense(ids * (np.arange(LENGTH) < lengths[:, None]))
+    model = Lookup(lambda table, ids: tf.reduce_sum(table(ids), axis=1))
+    data = batches(sparse, (lengths % 3).astype("int32"))
+    return Case(compiled(model, optimizers.Adam(0.01, epsilon=1e-3)), data)
+
+
+@row(
+    "a mean over ragged rows padded in the step",
+    but="each replica pads to the longest row of its own part",
+    equal=(),
+    warns="padded to the longest one (RaggedTensorToTensor at",
+    only=("devices",),
+)
+def padded_in_the_step() -> Case:
+    ids, lengths = ids_of_several_lengths()
+    ragged = tf.RaggedTensor.from_tensor(ids, lengths=lengths)
+    model = Lookup(lambda table, ids: tf.reduce_mean(table(ids.to_tensor()), axis=1))
+    data = batches(ragged, (lengths % 3).astype("int32"))
+    return Case(compiled(model, optimizers.Adam(0.01, epsilon=1e-3)), data, predict=None)
+
+
+class ClippedByHand(Lookup):
+    """Clips the gradients itself: that of the embedding is sparse."""
+
+    def train_step(self, data: Any) -> Any:
+        ids, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(ids, y, self(ids, training=True))
+        grads, _ = tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 0.05)
+        limited = [tf.clip_by_norm(grad, 0.03) for grad in grads]
+        self.optimizer.apply_gradients(zip(limited, self.trainable_variables, strict=True))
+        return {"value": loss}
+
+
+class ScatteredByHand(Lookup):
+    """Updates the rows itself."""
+
+    def train_step(self, data: Any) -> Any:
+        ids, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(ids, y, self(ids, training=True))
+        for variable, grad in zip(
+            self.trainable_variables, tape.gradient(loss, self.trainable_variables), strict=True
+        ):
+            if isinstance(grad, tf.IndexedSlices):
+                slices = tf.IndexedSlices(0.5 * grad.values, grad.indices, grad.dense_shape)
+                variable.value.scatter_sub(slices)
+            else:
+                variable.assign_sub(0.5 * grad)
+        return {"value": loss}
+
+
+def _by_hand(kind: Any, **options: Any) -> Case:
+    ids, lengths = ids_of_several_lengths()
+    positions = layers.Embedding(LENGTH, SIZE)  # its rows are looked up by each replica
+
+    def reduce(table: Any, ids: Any) -> Any:
+        return ops.mean(table(ids) * (1 + positions(ops.arange(LENGTH))), axis=1)
+
+    model = kind(reduce)
+    model.positions = positions
+    data = batches(ids, (lengths % 3).astype("int32"))
+    optimizer = optimizers.Adam(0.01, epsilon=1e-3)
+    return Case(compiled(model, optimizer, metrics=None, **options), data)
+
+
+@row("sparse gradients clipped by hand, Adam")
+def sparse_clipped() -> Case:
+    return _by_hand(ClippedByHand)
+
+
+@row("sparse gradients clipped by hand, run_eagerly", too=True)
+def sparse_clipped_eagerly() -> Case:
+    return _by_hand(ClippedByHand, run_eagerly=True)
+
+
+@row("sparse gradients, rows updated by hand", too=True)
+def sparse_scattered() -> Case:
+    return _by_hand(ScatteredByHand)

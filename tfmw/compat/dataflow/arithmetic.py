@@ -21,7 +21,7 @@ from tfmw.compat.dataflow.flow import (
     rules,
     total_flow,
 )
-from tfmw.compat.graph import static_value
+from tfmw.compat.graph import ancestors, static_value
 
 _SAME = (
     "Identity Cast Neg StopGradient EnsureShape PreventGradient CheckNumerics Snapshot "
@@ -126,8 +126,18 @@ def _reduction(op: Any, inputs: list[Flow]) -> Flow:
         if op.outputs[0].shape.rank != 0:
             return bad_flow("unknown", op)
         axes = {axis for axis, _ in flow.axes} if rank is None else set(range(rank))
+    if op.type == "Mean" and (padding := _padding(tensor, flow, axes)) is not None:
+        return bad_flow("compared", padding)
     keep = op.type not in ("ArgMax", "ArgMin") and bool(op.get_attr("keep_dims"))
     return total_flow(op, flow, axes, op.type, keep)
+
+
+def _padding(tensor: Any, flow: Flow, axes: set[int]) -> Any:
+    """What has padded rows to the longest of a batch, along one of some axes; None if nothing."""
+    if flow.kind != "rows" or all(tensor.shape[a] is not None or flow.label(a) for a in axes):
+        return None
+    padded = [op for op in ancestors([tensor]) if op.type == "RaggedTensorToTensor"]
+    return next((op for op in padded if None in op.outputs[0].shape.as_list()[1:]), None)
 
 
 def _axes_of(op: Any, flow: Flow, rank: int) -> set[int] | None:

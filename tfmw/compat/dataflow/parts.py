@@ -456,8 +456,18 @@ def _scatter(op: Any, inputs: list[Flow]) -> Flow:
     if not (indices.axes or updates.axes):
         return joined_apart(op, [target, updates, indices])
     if op.type in ("ScatterNd", "TensorScatterAdd", "TensorScatterSub"):
-        return Flow("reduced", degree=None if updates.degree is None else updates.degree + 1)
+        total = Flow("reduced", degree=None if updates.degree is None else updates.degree + 1)
+        to_zeros = op.type == "ScatterNd" or _is_zeros(op.inputs[0])
+        return total if to_zeros else joined_flow(op, [target, total])
     return Flow("rows", ((0, ("mixed", op.name, EXAMPLES)),))
+
+
+def _is_zeros(tensor: Any) -> bool:
+    """Whether a tensor is made of zeros, to which something is added."""
+    if tensor.op.type == "Fill":
+        tensor = tensor.op.inputs[1]
+    value = static_value(tensor)
+    return tensor.op.type == "ZerosLike" or (value is not None and not np.any(value))
 
 
 def _unique(op: Any, inputs: list[Flow]) -> Flow:

@@ -286,6 +286,8 @@ def _pad(op: Any, inputs: list[Flow]) -> Flow:
 
 def _like(op: Any, inputs: list[Flow]) -> Flow:
     flow = inputs[0]
+    if flow.elements is not None:
+        return Flow(constant=np.full(len(flow.elements), int(op.type == "OnesLike")))
     return Flow("size", flow.axes) if flow.axes else FIXED
 
 

@@ -24,6 +24,7 @@ from tfmw.compat.dataflow.flow import (
     joined_flow,
     nonlinear_flow,
     total_flow,
+    vector_flow,
     worst_flow,
 )
 from tfmw.compat.graph import ancestors, inputs_first, is_symbolic, static_value
@@ -50,6 +51,9 @@ class Dataflow:
                 axes = ((0, EXAMPLES),) if tensor.shape.rank != 0 else ()
                 self.declare(tensor, Flow("rows", axes))
         for value in tf.nest.flatten(batch):
+            if isinstance(value, tf.SparseTensor) and (rank := value.indices.shape[1]):
+                value.dense_shape.set_shape([rank])  # datasets lose it
+                self.declare(value.dense_shape, vector_flow([SIZE, *[FIXED] * (rank - 1)]))
             for splits in value.nested_row_splits if isinstance(value, tf.RaggedTensor) else ():
                 self.declare(splits, Flow("rows", ((0, ("splits", EXAMPLES)),)))
 
@@ -295,6 +299,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "RealDiv": np.true_divide,
     "Neg": np.negative,
     "GreaterEqual": np.greater_equal,
+    "SelectV2": np.where,
     **dict.fromkeys(["Cast", "Identity", "StopGradient"], np.asarray),
     "Range": np.arange,
     "Prod": lambda values, axes: np.prod(values, axis=tuple(np.ravel(axes))),

@@ -57,7 +57,17 @@ class Replicas:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a model's function on each local replica; see `tf.distribute.Strategy.run`."""
-        return self.strategy.run(models.with_unseeded_generator(function), args=args)
+        try:
+            return self.strategy.run(models.with_unseeded_generator(function), args=args)
+        except RuntimeError as e:
+            if "merge_call" not in str(e):
+                raise
+            raise UsageError(
+                "a step applies gradients, or combines other values of all replicas, within "
+                "tf.cond, tf.while_loop or a tf.function of its own. Several replicas of one "
+                "process cannot do so there: apply gradients outside, as an optimizer with "
+                "gradient_accumulation_steps does, or train with one replica in each process."
+            ) from None
 
     def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over all replicas, one reduction per carrier dtype. In a replica context."""

@@ -282,6 +282,7 @@ class SyncDriver:
             coupled=self._has_synchronized_norm,
             sums=None if is_local else self.replicas.sum,
             gather=self.sync.gathered,
+            reduce=None if is_local else self.sync.reduced_slices,
             updated_by=self.sync.count_examples(local, rows, total) if kind.trains else total,
         )
         with losses.weighting_losses(weight):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -82,16 +82,27 @@ class EachStep:
         for grad, variable in zip(grads, variables, strict=True):
             if grad is not None:
                 weight.note(f"the gradient of {variable.path}", grad)
+        # Sparse gradients that the step has reduced are complete.
+        complete = {
+            id(v): g for g, v in zip(grads, variables, strict=True) if weight.is_complete(g)
+        }
+        grads = [None if id(v) in complete else g for g, v in zip(grads, variables, strict=True)]
         grads = weighted(grads, weight, weight.fraction)
         if any(isinstance(grad, tf.IndexedSlices) for grad in grads):
             self._note_gather()
-        return update.reduced(grads, variables)
+        return _with_complete(update.reduced(grads, variables), complete)
 
     def gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
         """The slices of all replicas, which layers gather within a step."""
         self._note_gather()
         (gathered,) = self.reduction.transport([slices])
         return gathered
+
+    def reduced_slices(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """The sum of a sparse gradient over all replicas."""
+        self._note_gather()
+        (total,) = self.reduction([slices])
+        return total
 
     def _note_gather(self) -> None:
         # TensorFlow's collectives need slices of one shape in all steps of a call, else they raise
@@ -123,6 +134,13 @@ class EachStep:
     def as_json(self) -> dict[str, Any]:
         """The entries of the position in a backup."""
         return {}
+
+
+@contextlib.contextmanager
+def _with_complete(reduced: Updates, complete: dict[int, Any]) -> Iterator[Any]:
+    """Gradients and the variables that they update, with complete gradients by variable."""
+    with reduced as (grads, variables):
+        yield [complete.get(id(v), g) for g, v in zip(grads, variables, strict=True)], variables
 
 
 def weighted(grads: list[Any], weight: ReplicaWeight, factor: tf.Tensor) -> list[Any]:
