@@ -43,8 +43,8 @@ class FitContext:
         model = model_of(model)
         if not method.startswith("predict") and not model.compiled:
             raise UsageError(
-                f"the model is not compiled: call model.compile(optimizer=..., loss=...) before "
-                f"tfmw.{method}()."
+                "the model is not compiled. You must call `compile(optimizer=..., loss=...)` "
+                f"before tfmw.{method}()."
             )
         strategy = strategies.choose(strategy)
         if method != "fit" and isinstance(strategy, tf.distribute.ParameterServerStrategy):

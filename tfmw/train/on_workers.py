@@ -298,7 +298,7 @@ def _build(arguments: FitArguments) -> None:
     model = arguments.model
     if not model.compiled:
         raise UsageError(
-            "the model is not compiled: call model.compile(optimizer=..., loss=...) before "
+            "the model is not compiled. You must call `compile(optimizer=..., loss=...)` before "
             "tfmw.fit()."
         )
 
