@@ -1,4 +1,4 @@
-"""Runs tests of Keras or its libraries with tfmw; what fails, with plain Keras, too; and compares.
+"""Runs tests of Keras or its libraries with tfmw, failures with plain Keras too, and compares.
 
     python -m tests.keras_suite [--suite hub|rs] [--sources CHECKOUT] [--sample N] [PATH...]
 

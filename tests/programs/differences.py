@@ -1198,7 +1198,7 @@ def test_update_within_a_condition_is_refused(two_replicas: Any) -> None:
 
 
 class Differentiated(Own):
-    """Has the derivative of an embedding's gradient, which is sparse."""
+    """A loss with the derivative of an embedding's sparse gradient."""
 
     def build(self, shape: Any) -> None:
         self.words.build(None)

@@ -1,4 +1,4 @@
-"""How often calls on two virtual devices trace, and whether changes between calls have effect."""
+"""Counts traces of calls on two virtual devices, and tries changes between the calls."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class StoppedByScheduler(Preempted):
 
 
 def test_only_a_preempted_run_may_be_followed_by_calls(monkeypatch: Any) -> None:
-    """By the type of the error, which an error of another library may be called like."""
+    """Checks the type: an error of another library may have the same name."""
     monkeypatch.setattr(membership, "_joined", object())
     namesake = type("Preempted", (Exception,), {})
     for error, usable in ((StoppedByScheduler("saved"), True), (namesake("saved"), False)):
