@@ -68,7 +68,8 @@ def _watch(name: str, spec: Any, number: int, note: Callable[[], Any]) -> None:
             tensors = element
             if holder is not None:  # ragged and sparse tensors are encoded
                 decoded = structure.from_tensor_list(spec, element)
-                tensors = tf.nest.flatten(decoded, expand_composites=True)
+                flat = tf.nest.flatten(decoded, expand_composites=True)
+                tensors = [t for t in flat if t.dtype != tf.variant]  # an optional's
             for number, note in watchers:
                 if (noted := note()) is not None:
                     noted(number, int(iterator), tensors)
