@@ -1,8 +1,8 @@
 """`tfmw bench`: the parts of a training step's time, for the user's own model and dataset.
 
-The time of a part is the time that a step saves without it: `tfmw.fit` runs complete, then without
-reducing gradients, then also with one batch that stays in memory, and then each worker alone, with
-its own part of that batch.
+The time of a part is the time that a step saves without it. `tfmw.fit` runs complete, then without
+reducing gradients, then also with one batch that stays in memory. At last each worker runs alone,
+with its own shard of that batch.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tfmw.errors import UsageError
 from tfmw.observe.exchanges import straggler
 from tfmw.observe.recorder import EXCHANGES_FILE, RecordedExchange, read_exchanges
 
-WARM_UP, ROUNDS = 2, 5  # epochs: the first traces, the second warms up; then those that are timed
+WARM_UP, ROUNDS = 2, 5  # epochs: the first traces, the second warms up; the others are timed
 UPDATES = 10
 
 ROUND_S = 140e-9
-"""Seconds that a round computes for each weight: difference, 8 bits and back, outer step.
+"""Seconds of a round's computation per weight: difference, 8 bits and back, outer step.
 
 Measured by `python -m bench.slow_network`, on two workers of two cores.
 """
 
-EVERY = 100  # steps between two rounds, of a prediction
-PAYS = 0.67  # of a step's time, from which on rounds are proposed
+EVERY = 100  # steps between two rounds, in a prediction
+PAYS = 0.67  # fraction of a step's time below which rounds are recommended
 
 PARTS = ("compute", "update", "overhead", "communication", "input")
 
@@ -44,10 +44,10 @@ class Cost:
 
     workers: int
     compute: float  # forward and backward pass, and an update of the weights that is not sharded
-    communication: float  # all-reduce of the gradients that a step waits for
-    input: float  # waiting for the next batch
-    overhead: float = 0.0  # the same step takes longer on several workers, even without reductions
-    update: float = 0.0  # this worker's part of an update that the workers shard
+    communication: float  # time that a step waits for the all-reduce of the gradients
+    input: float  # time that a step waits for the next batch
+    overhead: float = 0.0  # extra time of the same step on several workers, even without reductions
+    update: float = 0.0  # this worker's share of an update that the workers shard
 
     @property
     def step(self) -> float:
@@ -56,11 +56,11 @@ class Cost:
 
     @property
     def network(self) -> float:
-        """Seconds that gradients travel in a step, as far as known."""
+        """Seconds of network transfer of a step's gradients, as far as known."""
         return self.communication
 
     def with_rounds(self, every: int, parameters: int) -> Self:
-        """The same with `sync=tfmw.LocalSGD(every, compression="int8")`.
+        """The same cost with `sync=tfmw.LocalSGD(every, compression="int8")`.
 
         A round sends a quarter of the bytes of a step; each worker makes whole updates.
         """
@@ -88,10 +88,10 @@ ADVICE = {
 
 
 def report(cost: Cost, global_batch: int | None, parameters: int, update: str = "") -> str:
-    """Lines to print: parts of a step, what bounds it, and what to change.
+    """Lines to print: parts of a step, its bottleneck, and recommended changes.
 
     Args:
-        update: how the weights are updated.
+        update: kind of the weights' update.
     """
     about = f"{cost.workers} worker(s), {parameters:,} parameters"
     if global_batch:
@@ -124,7 +124,7 @@ def main(target: str, workers: int, steps: int) -> int:
         steps: number of steps of a timed epoch.
 
     Raises:
-        UsageError: the target can't be read.
+        UsageError: the target can't be loaded.
     """
     _split(target)  # a wrong name is refused before any process starts
     from tfmw.launcher.run import launch
@@ -142,7 +142,7 @@ def _split(target: str) -> tuple[str, str]:
     """(file or module, function).
 
     Raises:
-        UsageError: it has another form, or there is no such file or module.
+        UsageError: the target has another form, or the file or module does not exist.
     """
     where, _, name = target.rpartition(":")
     if not where or not name.isidentifier():
@@ -202,7 +202,7 @@ def measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[R
     alone = compute
     if replicas > 1:
 
-        def part(*batch: Any) -> Any:  # as many examples as a worker has
+        def part(*batch: Any) -> Any:  # selects as many examples as a worker has
             return tf.nest.map_structure(lambda tensor: tensor[::replicas], batch)
 
         own = still.map(part)
@@ -223,7 +223,7 @@ def measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[R
 
 
 def parts(returned: Any, target: str) -> tuple[Any, Any, dict[str, Any]]:
-    """(model, dataset without an end, arguments of fit), as the function of `target` returned."""
+    """(model, endless dataset, arguments of fit) from the result of the `target` function."""
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise UsageError(
             f"{target} returned {type(returned).__name__}: expected (model, dataset) or (model, "
@@ -243,7 +243,7 @@ def seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> fl
     timer = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: ends.append(time.perf_counter())
     )
-    timer.reads_optimizer = False  # which would be gathered for it after each epoch
+    timer.reads_optimizer = False  # its state would be gathered for it after each epoch
     own = {"epochs": WARM_UP + ROUNDS, "steps_per_epoch": steps, "callbacks": [timer], "verbose": 0}
     tfmw.fit(model, dataset, **options | own)
     spans = [end - begin for begin, end in itertools.pairwise(ends)][WARM_UP - 1 :]
@@ -251,7 +251,7 @@ def seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> fl
 
 
 def _update_seconds(optimizer: Any) -> float:
-    """Seconds in which one worker updates all weights: others of the same shapes."""
+    """Seconds in which one worker updates all weights, on variables of the same shapes."""
     import keras
     import tensorflow as tf
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:  # `tfmw run --help` must not wait for their import
 
 _STATUS = {"done": 0, "preempted": PREEMPTED}
 _SHOWN_HOSTS = 8
-_SLOW_S = 1.0  # an exchange that takes longer is worth a line
+_SLOW_S = 1.0  # an exchange that takes longer gets a line
 
 
 def add_parsers(commands: Any) -> None:
-    """Adds the six commands to those of `tfmw`."""
+    """Adds the six commands to the parser of `tfmw`."""
     which = "the run: its name, the end of its name, or the process id of its tfmw run"
 
     def command(name: str, main: Callable[[argparse.Namespace], int], **texts: str) -> Any:
@@ -102,7 +102,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def _engine_with(name: str, settings: Sequence[str]) -> Engine:
-    """The engine of a name, with settings as "partition=gpu".
+    """Engine of a name, with settings such as "partition=gpu".
 
     Raises:
         UsageError: an unknown engine or setting.
@@ -127,10 +127,10 @@ def _engine_with(name: str, settings: Sequence[str]) -> Engine:
 
 
 def _attached(job_id: str, settings: Sequence[str]) -> Job:
-    """The job of an id, on an engine with settings.
+    """Job of an id, on an engine with settings.
 
     Raises:
-        UsageError: there is no such job, engine or setting.
+        UsageError: the job, engine or setting does not exist.
     """
     from tfmw.launcher.engines import submit
 
@@ -222,7 +222,7 @@ def _stacks(options: argparse.Namespace) -> int:
 
 
 def _found(runs: Sequence[Any]) -> int:
-    """The exit status: 1, and a line, if there is no run."""
+    """Exit status 1, with a line, if there is no run; 0 otherwise."""
     if not runs:
         print("no run of this user is alive on this machine")
     return 0 if runs else 1
@@ -240,7 +240,7 @@ def _chosen(name: str | None) -> list[RunStatus]:
 
 
 def _job_lines(details: dict[str, Any]) -> list[str]:
-    """The lines of `tfmw status` on one job of an engine."""
+    """Lines of `tfmw status` on one job of an engine."""
     about = [details["state"]]
     if "attempt" in details:
         about.append(f"attempt {details['attempt']}")
@@ -258,7 +258,7 @@ def _job_lines(details: dict[str, Any]) -> list[str]:
 
 
 def _run_lines(answer: dict[str, Any]) -> list[str]:
-    """The lines of `tfmw status` on one run."""
+    """Lines of `tfmw status` on one run."""
     out = [f"run {answer['run']}, attempt {answer['attempt']}: {' '.join(answer['command'])}"]
     width = max((len(task["task"]) for task in answer["tasks"]), default=0)
     for task in answer["tasks"]:
@@ -293,7 +293,7 @@ def _run_lines(answer: dict[str, Any]) -> list[str]:
 
 
 def _elsewhere(hosts: dict[str, str]) -> str:
-    """One line: which tasks run on which other hosts."""
+    """Line that lists the tasks on other hosts."""
     tasks: dict[str, list[str]] = {}
     for task, host in hosts.items():
         tasks.setdefault(host, []).append(task)

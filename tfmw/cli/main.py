@@ -2,20 +2,20 @@
 
     tfmw run --workers 2 train.py --epochs 3      # a cluster on this machine
     tfmw run --hosts h0,h1 train.py --epochs 3    # on h0 and on h1: one task on each
-    tfmw run --hosts h0,h1 --max-restarts 9 train.py --backup_dir=/shared/run7   # hosts may die
+    tfmw run --hosts h0,h1 --max-restarts 9 train.py --backup_dir=/shared/run7   # with restarts
     srun tfmw run train.py --epochs 3             # one task of a cluster that srun starts
     tfmw env                                      # a report to paste in an issue
     tfmw check --hosts h0,h1 --backup-dir /shared # on h0 and on h1: tests the cluster
     tfmw check /shared/run7 build/model           # verifies backups and exports
     tfmw bench --workers 2 train.py:make          # measures the parts of a step's time
-    tfmw status                                   # what this user's runs are doing
+    tfmw status                                   # the state of this user's runs
     tfmw stacks                                   # the Python stacks of a run's tasks
     tfmw submit --on slurm --workers 8 train.py   # a job on Slurm, Ray, Spark or this machine
-    tfmw jobs, tfmw logs ID, tfmw cancel ID       # what became of it
+    tfmw jobs, tfmw logs ID, tfmw cancel ID       # its state, output and end
     tfmw token                                    # a secret for the supervisors of several hosts
 
-Options accept hyphens and underscores. Exit status: 0 all done, 1 a task or a check failed, 2 wrong
-usage or wrong cluster description, 75 the tasks saved their state and must be run again, 128 + n
+Options accept hyphens and underscores. Exit status: 0 all done; 1 a task or a check failed; 2 wrong
+usage or wrong cluster description; 75 the tasks saved their state and must be run again; 128 + n
 ended by signal n.
 """
 
@@ -40,14 +40,14 @@ from tfmw.errors import UsageError
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import say
 
-# What the command line reads for a metavar, or for a flag; a directory of `check` may be a URL.
+# Converter of each metavar or flag; a directory of `check` may be a URL.
 _TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys("NMKI", int),
     "S": float,
     **dict.fromkeys(("--log-dir", "--trace", "--token-file"), Path),
 }
 
-# Field of `RunOptions` -> the attribute of its flag.
+# field of `RunOptions` -> the attribute of its flag
 _RUN_FIELDS = {f.name: f.name.removesuffix("_s") for f in dataclasses.fields(RunOptions)}
 
 _HOSTS = {
@@ -122,7 +122,7 @@ _RUN_OPTIONS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises UsageError, whose message is one sentence."""
+    """A parser that raises UsageError, whose message is one sentence."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help.")
@@ -132,15 +132,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if sys.stdout is None:  # >&-
+        if sys.stdout is None:  # closed by >&-
             raise UsageError("standard output is closed: redirect it, to /dev/null for example.")
         status = _main(argv)
     except UsageError as error:
         print(f"tfmw: {error}", file=sys.stderr)
         status = error.status
-    except BrokenPipeError:  # its reader has seen enough
+    except BrokenPipeError:  # the reader has closed the output
         status = 128 + signal.SIGPIPE
-    _flush(quiet=argv[:1] == ["run"])  # which has said it
+    _flush(quiet=argv[:1] == ["run"])  # `run` has reported it already
     return status
 
 
@@ -200,7 +200,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _add_options(parser: argparse._ActionsContainer, options: Mapping[str, str]) -> None:
-    """Adds options: {"--flag METAVAR": its help}. One without a metavar is a switch."""
+    """Adds options: {"--flag METAVAR": its help}. An option without a metavar is a switch."""
     for option, text in options.items():
         flag, _, metavar = option.partition(" ")
         if not metavar:
@@ -264,7 +264,7 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
     run.set_defaults(main=_run, ps=0, **defaults)
     for group, options in _RUN_OPTIONS.items():
         _add_options(run.add_argument_group(group), options)
-    # `_split` finds the program; this argument is only for the help.
+    # `_split` finds the program; this argument is only for the help
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     return run
 
@@ -291,7 +291,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _cluster_of_hosts(options: argparse.Namespace) -> Cluster | None:
-    """The cluster that --hosts describes; None without it."""
+    """The cluster that --hosts describes; None if the option is missing."""
     if options.hosts is None:
         if options.host_index is not None:
             raise UsageError("--host-index requires --hosts, the list of all hosts.")
@@ -313,7 +313,7 @@ def _hosts_of(options: argparse.Namespace) -> list[str]:
 
 
 def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Splits at the program: (options of tfmw with hyphens, the program and its flags).
+    """Splits arguments: (options of tfmw with hyphens, the program and its flags).
 
     argparse alone would parse the program's flags as its own.
     """
@@ -343,7 +343,7 @@ def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str],
 
 
 def _passed_by_mistake(program: Sequence[str]) -> list[str]:
-    """Names of options of tfmw run among a script's flags, which the script does not mention."""
+    """Names of options of `tfmw run` among a script's flags that the script does not mention."""
     own = {option.split()[0] for group in _RUN_OPTIONS.values() for option in group}
     found = [_with_hyphens(flag).partition("=")[0] for flag in program[1:]]
     try:
@@ -361,7 +361,7 @@ def _with_hyphens(token: str) -> str:
 
 
 def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions) -> int | None:
-    """Supervises this host's tasks; None if hosts don't: without --hosts or --max-restarts."""
+    """Supervises this host's tasks; None without --hosts or --max-restarts."""
     names = ("workers_per_host", "min_hosts", "rejoin_timeout", "rendezvous", "token_file")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.hosts is None or not options.max_restarts > 0:

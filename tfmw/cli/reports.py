@@ -1,7 +1,7 @@
 """The reports of `tfmw env`, to paste in an issue, and of `tfmw check PATH`.
 
-The first has versions, devices and the environment. Secrets are hidden: values of variables with
-telling names, and passwords inside values.
+The first has versions, devices and the environment. Secrets are hidden: values of variables whose
+names suggest a secret, and passwords inside values.
 
     shown("WANDB_API_KEY", "1a2b")                     # "(hidden)"
     shown("TFMW_DATA", "s3://user:1a2b@host/data")     # "s3://(hidden)@host/data"
@@ -25,9 +25,10 @@ NAMES = ("CLUSTER_SPEC", "SM_HOSTS", "SM_CURRENT_HOST")
 HIDDEN = "(hidden)"
 
 _NAME = re.compile("KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|JWT|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
-# postgres://user:password@host, https://token@host
+# for example postgres://user:password@host, https://token@host
 _IN_URL = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
-# --api_key=1a2b, "password": "1a2b", ?sig=1a2b, in command lines and JSON inside variables
+# for example --api_key=1a2b, "password": "1a2b", ?sig=1a2b, in command lines and JSON inside
+# variables
 _IN_TEXT = re.compile(
     r"((?:key|token|secret|password|passwd|pwd|credentials?|jwt|sig(?:nature)?)\\*[\"']?\s*[=:]"
     r"\s*\\*[\"']?)[^\s\"'&,;\\}]+",
@@ -64,7 +65,7 @@ def shown(name: str, value: str) -> str:
 
 
 def verify(paths: Sequence[str]) -> int:
-    """Prints the problems of each path, or that it has none. Returns the exit status, 0 or 1."""
+    """Prints the problems of each path, or that it has none; returns the exit status, 0 or 1."""
     status = 0
     for path in paths:
         problems = problems_of(path)
@@ -78,7 +79,7 @@ def verify(paths: Sequence[str]) -> int:
 
 
 def problems_of(path: str) -> list[str]:
-    """One sentence for each problem of a backup directory, one backup, or an export.
+    """Sentences on the problems of a backup directory, one backup, or an export.
 
     Args:
         path: a value of `backup_dir=` or `export_dir=`; local, or a URL that `tf.io.gfile` opens.

@@ -23,7 +23,7 @@ DEFAULT_PORT = 2222
 # Ports that all tasks of a job derive from the job's number. They are below Linux's ephemeral
 # ports, which start at 32768.
 _DERIVED_PORTS = range(12000, 32000)
-PORTS_PER_JOB = 16  # jobs with neighbouring numbers on one host get different ports
+PORTS_PER_JOB = 16  # so that jobs with neighbouring numbers on one host get different ports
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]@]+):(?P<port>[0-9]{1,5})")
 
@@ -125,8 +125,8 @@ def listen(address: str) -> socket.socket:
         ClusterError: the port is taken, or reserved for privileged users.
     """
     try:
-        # At all addresses, as TensorFlow's server: the host may be a name that only other hosts
-        # resolve.
+        # At all addresses, as TensorFlow's server does: the host may be a name that only other
+        # hosts resolve.
         return sockets.listen(port=split(address)[1])
     except OSError as error:
         if error.errno not in sockets.TAKEN:

@@ -42,12 +42,12 @@ from tfmw.storage import disk
 _PROTOCOL = "check"
 _CONNECT_S = 5.0
 _RETRY_S = 0.1
-_SHARED_S = 10.0  # until a new file is visible on another machine: NFS caches listings
-_CLOCKS_APART_S = 60.0  # more than a clock without NTP loses in a month
+_SHARED_S = 10.0  # time until a new file is visible on another machine, as NFS caches listings
+_CLOCKS_APART_S = 60.0  # a clock without NTP drifts less than this in a month
 
 
 class Findings:
-    """Prints a line for each finding, and counts the failures."""
+    """Prints a line for each finding, and counts failures."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -62,7 +62,7 @@ class Findings:
 
 
 def report(cluster: Cluster, directories: Mapping[str, str], *, timeout_s: float) -> int:
-    """Checks a cluster as one of its tasks, and prints what it finds.
+    """Checks a cluster as one of its tasks, and prints the findings.
 
     Args:
         cluster: the cluster, and which of its tasks this process is.
@@ -266,7 +266,8 @@ class _Peers:
         self._tasks = cluster.tasks()
         self._hello: Future[TaskDescription] = Future()
         self._changed = threading.Condition()
-        self._ids: dict[str, set[str]] = {self._task: {self._id}}  # of the processes of each task
+        # ids of the processes of each task
+        self._ids: dict[str, set[str]] = {self._task: {self._id}}
         self._left: set[str] = set()
 
     def open(self, hello: TaskDescription) -> None:
@@ -274,7 +275,7 @@ class _Peers:
         self._hello.set_result(hello)
 
     def connect_all(self, others: Mapping[str, str], deadline: float) -> dict[str, str | None]:
-        """Connects to tasks until the deadline: task -> why it was not reached; None if it was."""
+        """Connects to tasks until the deadline: task -> reason of a failure, or None."""
 
         def connect(name: str) -> str | None:
             while (problem := self._connect(name, deadline)) is not None:
@@ -323,7 +324,8 @@ class _Peers:
         with channel, contextlib.suppress(OSError):
             self._record(remote)
             channel.send(self._own_hello().message())
-            channel.wait_closed(_CONNECT_S)  # the other side closes first: this port is left free
+            # the other side closes first, so that this port is free afterwards
+            channel.wait_closed(_CONNECT_S)
 
     def _record(self, remote: TaskDescription) -> None:
         """Stores another task's hello. Raises NotATask if details are missing."""

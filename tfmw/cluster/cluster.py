@@ -37,13 +37,12 @@ TOKEN = "TFMW_TOKEN"
 """Variable with a secret of the training, the same for all tasks."""
 
 ROUNDS, MEMBER, MEMBERS = "TFMW_ROUNDS", "TFMW_MEMBER", "TFMW_MEMBERS"
-"""Variables of a member of elastic rounds: HOST:PORT of their server; its number, from 0; the
-number of members."""
+"""Variables of a member of elastic rounds: HOST:PORT of the server, rank, number of members."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Cluster:
-    """All tasks of a cluster, and which of them this process is.
+    """All tasks of a cluster, and the task of this process.
 
     Args:
         workers: addresses "host:port" (IPv6: "[::1]:2222"), in the order of the tasks' indexes.
@@ -51,8 +50,8 @@ class Cluster:
         chief: address of the chief, alone or in a sequence. Without one, worker 0 is the chief.
             In a cluster with parameter servers the chief is the coordinator, and trains nothing.
         evaluators: addresses of evaluators; an evaluator needs none to join.
-        task: "chief", "worker", "ps" or "evaluator": what this process is.
-        index: which task of that type, from 0.
+        task: the type of this process: "chief", "worker", "ps" or "evaluator".
+        index: index of this task among those of its type, from 0.
         source: the source of the description, for messages.
 
     Raises:
@@ -82,7 +81,7 @@ class Cluster:
         environ: Mapping[str, str] | None = None,
         cluster: Cluster | Mapping[str, Any] | None = None,
     ) -> Cluster:
-        """The cluster this process is part of; see the module's docstring for the order.
+        """The cluster of this process; see the module's docstring for the order.
 
         A process that a task has started with its own description, such as one of a pool of
         multiprocessing, has no cluster.
@@ -110,7 +109,7 @@ class Cluster:
             return cluster
         if cluster is not None:
             return cls(**tf_config.from_config(cluster, "explicit"))
-        if environ.get(ROUNDS):  # members of elastic rounds train apart
+        if environ.get(ROUNDS):  # members of elastic rounds train as single processes
             return cls(source="none")
         for read in schedulers.READERS:
             fields = read(environ)
@@ -265,7 +264,7 @@ def _validate(cluster: Cluster, where: str) -> None:
 
 
 def _validate_jobs(cluster: Cluster, where: str) -> None:
-    """Every address belongs to one task, there is one chief, and servers have what they need."""
+    """Checks that addresses are distinct, with one chief, and the tasks that servers need."""
     if len(cluster.chief) > 1:
         raise ClusterError(
             f"{where} lists {len(cluster.chief)} chiefs ({', '.join(cluster.chief)}); "
@@ -289,7 +288,7 @@ def _validate_jobs(cluster: Cluster, where: str) -> None:
 
 
 def _validate_own_task(cluster: Cluster, where: str) -> None:
-    """This process is one of the tasks listed, or an evaluator, which need not be."""
+    """Checks that this process is one of the listed tasks, or an evaluator."""
     own = cluster._jobs[cluster.task]
     if cluster.task == "evaluator" and not own:
         return

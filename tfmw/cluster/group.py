@@ -6,8 +6,8 @@
 
 Values are JSON. They are sent through TensorFlow's coordination service, not through collectives. A
 call takes about a millisecond, and cannot interfere with the reductions of a step. All tasks must
-make the same calls in the same order. The chief collects and publishes what all tasks exchange, so
-that the others make as many calls in a group of any size.
+make the same calls in the same order. The chief collects and publishes the values of all tasks. So
+the number of calls of the other tasks does not depend on the size of the group.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from tfmw.compat import placement, runtime
 from tfmw.errors import UsageError
 from tfmw.observe.recorded_errors import ECHO
 
-_PIECE = 3 << 20  # characters; a message of the coordination service may have 4 MB
-_BYTES = 2 << 20  # of arrays, in one piece; base64 adds a third
+_PIECE = 3 << 20  # characters of a chunk; a message of the coordination service may have 4 MB
+_BYTES = 2 << 20  # bytes of arrays in one chunk; base64 adds a third
 
-# Number of calls that share a directory of keys. The first call of the next directory is a barrier:
-# after it all tasks have read the keys of the last directory, and the chief deletes it.
+# Number of calls that share a directory of keys. The first call of the next directory is a barrier.
+# After it all tasks have read the keys of the last directory, and the chief deletes it.
 _CALLS_PER_DIRECTORY = 64
 
-_ROOT_CAUSE_S = 2.0  # a task that fails reports its error before it exits
+_ROOT_CAUSE_S = 2.0  # time in which a failed task reports its error before it exits
 _RESPONSE_S = 5.0
 _UNUSED_GROUP = 2**31 - 2  # strategies number their groups from 1
 
-_ALIKE_S = 10.0  # in which all tasks raise an error that they raise alike
+_ALIKE_S = 10.0  # time in which all tasks must raise the same error
 
-_calls = 0  # of this process; equal on all tasks, as they make the same calls
+_calls = 0  # number of calls of this process; equal on all tasks, as they make the same calls
 _errors = itertools.count()  # numbers the errors that tasks compare
 
 
@@ -60,7 +60,7 @@ class Group:
         self.rank = rank
         self.size = size
         self._agree = agree  # see `agreed_value`
-        self._tasks = tasks  # as TensorFlow calls them: "/job:worker/replica:0/task:1"
+        self._tasks = tasks  # names as in TensorFlow: "/job:worker/replica:0/task:1"
 
     @classmethod
     def of(cls, strategy: tf.distribute.Strategy) -> Group:
@@ -83,12 +83,13 @@ class Group:
         first, *others = [text[begin : begin + _PIECE] for begin in range(0, len(text), _PIECE)]
         for number, piece in enumerate(others):
             runtime.coordination_set(f"{key}/piece_{number}", piece)
-        runtime.coordination_set(key, f"{len(others)} {first}")  # the last: others read it first
+        # set last, as the other tasks read it first
+        runtime.coordination_set(key, f"{len(others)} {first}")
 
     def _get(self, key: str, rank: int) -> str:
         """Waits for a key that task `rank`, another one, sets, and returns its value.
 
-        It waits as long as that task is there, which may be in a callback of its own for hours.
+        It waits as long as that task is alive, which may spend hours in a callback.
         """
 
         def get(key: str) -> str:
@@ -101,7 +102,7 @@ class Group:
             raise self.root_cause(e) from None
 
     def _exchange(self, key: str, value: Any) -> list[Any]:
-        """Every task's value, in order of rank."""
+        """All values, in order of rank."""
         text = json.dumps(value)
         if self.is_chief:
             others = [self._get(f"{key}/{rank}", rank) for rank in range(1, self.size)]
@@ -125,13 +126,13 @@ class Group:
         return f"tfmw/{directory}/{call}"
 
     def raised_alike(self, error: BaseException, position: Any) -> bool:
-        """Whether all tasks have raised this kind of error at one point, and can go on together.
+        """Whether all tasks have raised this kind of error at one point, and can continue together.
 
-        Their calls may differ from now on only if the answer is False. It is the same on all tasks
-        that ask: whoever has waited too long answers for all.
+        Later calls may differ between tasks only if the answer is False. All tasks get the same
+        answer: a task that has waited too long decides for all.
 
         Args:
-            position: JSON, equal on tasks that have made the same exchanges.
+            position: JSON, equal on tasks that have made the same calls.
         """
         if self.size == 1:
             return True
@@ -164,10 +165,10 @@ class Group:
         runtime.require_task(self._tasks[rank], _RESPONSE_S)
 
     def root_cause(self, found: Exception) -> tf.errors.OpError:
-        """The error to raise after the loss of another task: the error which that task reported.
+        """Error to raise after the loss of another task: the one that the task reported.
 
-        The coordination service does not publish the error that a failed task reports, but it
-        ends collectives with that error, including one that only this task has joined.
+        The coordination service does not publish the error that a failed task reports. But it ends
+        collectives with that error, including one that only this task has joined.
         """
         try:
             tf.raw_ops.CollectiveReduceV2(
@@ -192,7 +193,7 @@ class Group:
         return self.rank == 0
 
     def shared_call(self) -> contextlib.AbstractContextManager[None]:
-        """Marks an exchange of all tasks that is not one of this class; see `leaving`."""
+        """Marks a call of all tasks that does not belong to this class; see `leaving`."""
         return leaving.shared_call() if self.size > 1 else contextlib.nullcontext()
 
     def from_chief(self, decide: Callable[[], Any]) -> Any:
@@ -218,32 +219,32 @@ class Group:
             return json.loads(text)["value"]
 
     def agreed_value(self, name: str, decide: Callable[[], Any]) -> Any:
-        """A value that all who read the same data must share: the chief's `decide()`.
+        """The chief's `decide()`, for all tasks that read the same data.
 
         Args:
-            name: identifies it among all of the training.
+            name: unique name of the value in this training.
         """
         if self._agree is not None:
             return self._agree(name, decide())
         return self.from_chief(decide)
 
     def from_all(self, value: Any) -> list[Any]:
-        """Every task's value, in order of rank."""
+        """All-gathers a value: every task's value, in order of rank."""
         if self.size == 1:
             return [value]
         with leaving.shared_call():
             return self._exchange(self._next_key(), value)
 
     def post(self, key: str, value: Any) -> None:
-        """Sets a value that another task waits for by `posted`. From any thread.
+        """Sets a value for which another task waits in `posted`. May be called from any thread.
 
         Args:
-            key: unique in this training.
+            key: a key that is unique in this training.
         """
         runtime.coordination_set(key, json.dumps(value))
 
     def posted(self, key: str, rank: int, wait_s: float) -> Any:
-        """The value that task `rank` posts; None after `wait_s` seconds. From any thread.
+        """The value that task `rank` posts; None if it does not within `wait_s` seconds.
 
         Raises:
             OSError: that task was lost.
@@ -261,14 +262,14 @@ class Group:
         return None
 
     def forget(self, key: str) -> None:
-        """Removes what was posted under keys that begin with `key`."""
+        """Removes the values posted under keys that begin with `key`."""
         runtime.coordination_delete(key)
 
     def arrays_from_chief(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The chief's arrays on every task; for small arrays: see the module's docstring.
+        """Broadcasts the chief's arrays; for small arrays: see the module's docstring.
 
         Args:
-            arrays: by name; only the chief's values are used.
+            arrays: arrays by name; only the chief's values are used.
         """
         if self.size == 1:
             return arrays

@@ -40,20 +40,20 @@ from tfmw.storage.fence import ATTEMPT
 
 logger = logging.getLogger("tfmw")
 
-_HELLO_S = 30.0  # for the hello of a peer that has connected
-_NOTICE_S = 3.0  # a task that waits longer logs what it waits for
+_HELLO_S = 30.0  # time for the hello of a peer that has connected
+_NOTICE_S = 3.0  # a task that waits longer logs the reason
 _CONNECT_S = 5.0
 _RETRY_S = 0.05
 _LATE_S = 5.0  # the chief may have been started later than a task that waits for its response
 
 
 def token() -> bytes | None:
-    """The secret of the training; None without one."""
+    """The secret of the training, or None."""
     return os.environ.get(TOKEN, "").encode() or None
 
 
 def own_run() -> str:
-    """Identifies the attempt of the run that this process is of; "" where no launcher did."""
+    """Id of the attempt of this process's run; "" if no launcher started it."""
     run = os.environ.get(RUN_ID, "")
     return run and f"{run}, attempt {os.environ.get(ATTEMPT) or 0}"
 
@@ -62,14 +62,15 @@ def own_run() -> str:
 class TaskDescription:
     """A task's description of itself and of the cluster."""
 
-    protocol: str  # purpose of the connection; hellos of another protocol are rejected
-    task: str  # its name, such as "worker 1"
-    tasks: Mapping[str, str]  # name -> address of every task that takes part, as this task sees it
+    protocol: str  # purpose of the connection; hellos for another one are rejected
+    task: str  # name of the task, such as "worker 1"
+    tasks: Mapping[str, str]  # name -> address of every task, as this task's description has it
     facts: Mapping[
         str, Any
     ]  # name -> value that must be the same on every task (versions, options)
-    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values that may differ
-    run: str = dataclasses.field(default_factory=own_run)  # "": it joins tasks of any run
+    # values that may differ between tasks
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    run: str = dataclasses.field(default_factory=own_run)  # "" joins tasks of any run
 
     def message(self) -> dict[str, Any]:
         """The hello as a JSON object."""
@@ -81,7 +82,7 @@ class TaskDescription:
         """The hello in a message.
 
         Raises:
-            NotATask: it is not a hello of this protocol.
+            NotATask: the message is not a hello of this protocol.
         """
         types = {"task": str, "tasks": dict, "facts": dict, "details": dict, "run": str}
         fields = {name: message.get(name) for name in types}
@@ -132,7 +133,7 @@ def notice_of_waiting(describe: Callable[[], str]) -> Iterator[None]:
     """Logs one line if the body takes longer than a few seconds.
 
     Args:
-        describe: returns the line: which task waits for what.
+        describe: returns the line, with the waiting task and the reason.
     """
     timer = threading.Timer(_NOTICE_S, lambda: logger.warning("%s", describe()))
     timer.daemon = True
@@ -170,7 +171,7 @@ def accepted_by_chief(
     """The channel to the chief, which has responded that it agrees with this task's hello.
 
     Args:
-        hello: of this task; the first of its tasks is the chief.
+        hello: the hello of this task; the first of its tasks is the chief.
         patience_s: seconds in which the chief must respond.
         describe: (the last problem) -> the line that is logged if this takes longer.
         response_s: seconds for the response of a chief that has accepted the connection; by default
@@ -199,8 +200,8 @@ def accepted_by_chief(
                     undo.pop_all()
                     return channel
             except OSError as error:
-                # Or the chief closed without a response: another task is missing, or it is the
-                # chief of an earlier attempt.
+                # Alternatively the chief closed without a response: another task is missing, or it
+                # is the chief of an earlier attempt.
                 problem = error.strerror or str(error)
             if time.monotonic() >= deadline:
                 raise TimeoutError(problem)
@@ -231,11 +232,11 @@ def serve_hellos(
     """Listens on this task's address and calls a function for each peer that sends a hello.
 
     Args:
-        address: of this task.
-        protocol: of the hellos; other connections are closed.
-        greet: (a peer's hello, the channel to it); closes the channel. Runs in one thread for
-            each connection.
-        run: of this task. Peers of another run are closed, unless one of both has none.
+        address: address of this task.
+        protocol: purpose of the hellos; other connections are closed.
+        greet: called with (a peer's hello, the channel to it) in a thread of its own; closes the
+            channel.
+        run: run of this task. Connections of another run are closed, unless one of both has none.
 
     Raises:
         ClusterError: the port is taken.

@@ -17,7 +17,7 @@ def without_collection() -> Iterator[None]:
     finally:
         if collects:
             if not gc.get_freeze_count():
-                # All objects are old now. Else the next collection goes through them.
+                # All objects are old now. Otherwise the next collection would traverse them.
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -31,8 +31,8 @@ logger = logging.getLogger("tfmw")
 COLLECTIVES = ("auto", "tfmw", "ring", "nccl")
 STRATEGIES = ("auto", "multi_worker_mirrored", "mirrored", "parameter_server", "default")
 
-# Reducing 100 MB between two CPU workers: 400 ms in one piece, 170 to 200 ms in packs of 1 to 4 MB
-# (bench/ring.py measures it again). NCCL pipelines by itself and prefers large packs.
+# Reducing 100 MB between two CPU workers takes 400 ms in one piece. In packs of 1 to 4 MB it takes
+# 170 to 200 ms (bench/ring.py measures it). NCCL pipelines by itself and prefers large packs.
 RING_BYTES_PER_PACK = 2 << 20
 HEARTBEAT_S = 10
 
@@ -57,12 +57,12 @@ def init(
     Args:
         cluster: an explicit description (`Cluster`, or a dict in the form of TF_CONFIG); by default
             it is read from the environment: TF_CONFIG, Slurm, Kubernetes, Open MPI and others.
-        strategy: "auto" (synchronous training; parameter servers where the cluster has some),
+        strategy: "auto" (synchronous training; parameter servers if the cluster has some),
             "multi_worker_mirrored", "mirrored", "parameter_server" or "default" (none).
-        collectives: how synchronous workers reduce gradients: "nccl" between GPUs; "ring" over
-            TensorFlow's gRPC; "tfmw" over tfmw's own ring, between workers of one CPU replica
-            each; "auto": NCCL if each worker has GPUs; else tfmw's ring, or TensorFlow's if
-            workers can't connect to each other on any TCP port, or have several virtual devices.
+        collectives: transport of the all-reduce of synchronous workers: "nccl" between GPUs; "ring"
+            over TensorFlow's gRPC; "tfmw" over tfmw's own ring, between workers of one CPU replica
+            each; "auto": NCCL if each worker has GPUs; else tfmw's ring, or TensorFlow's if workers
+            can't connect to each other on any TCP port, or have several virtual devices.
         bytes_per_pack: gradients are reduced in packs of about this many bytes.
         timeout_s: seconds after which a collective fails; None waits as long as peers are alive.
         start_timeout_s: seconds to wait for all tasks to connect; on parameter servers also for
@@ -95,7 +95,7 @@ def init(
                 f"{resolved!r}: a process joins once; start a new one for another cluster."
             )
         if collectives != "auto" or bytes_per_pack is not None or timeout_s is not None:
-            # Already joined; how gradients are reduced may still be chosen.
+            # Already joined; the transport of reductions may still be chosen.
             if collectives != "auto":
                 joined.collectives = collectives
             joined.options = communication_options(joined.collectives, bytes_per_pack, timeout_s)
@@ -126,12 +126,13 @@ def _reuse_freed_memory() -> None:
     """Makes TensorFlow keep the memory of freed tensors, as it does on GPUs.
 
     malloc returns large blocks to the system, which clears every page of them for the next tensor.
-    With large variables that is most of an optimizer's time. Has no effect after the first op.
+    With large variables that takes most of an optimizer's time. The setting has no effect after the
+    first op.
     """
     if "TF_CPU_ALLOCATOR_USE_BFC" in os.environ:
         return
     os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "true"
-    # Its own limit is 64 GiB.
+    # TensorFlow's own limit is 64 GiB
     os.environ.setdefault("TF_CPU_BFC_MEM_LIMIT_IN_MB", str(usable_bytes() >> 20))
 
 
@@ -217,7 +218,7 @@ def _join_parameter_servers(
 
 
 def _guard_models(cluster: Cluster) -> None:
-    """Makes Keras's own `model.fit` raise from now on: it would train in this process only."""
+    """Makes Keras's own `model.fit` raise, because it would train in this process only."""
     from tfmw.compat.model_methods import guard_models
 
     def refuse() -> None:
@@ -231,7 +232,7 @@ def _guard_models(cluster: Cluster) -> None:
 
 
 def _threads_of_this_task() -> int:
-    """This task's part of the cores, beside other local tasks; 0 lets TensorFlow choose."""
+    """This task's share of the cores, next to other local tasks; 0 lets TensorFlow choose."""
     tasks = int(os.environ.get("TFMW_LOCAL_TASKS", "1"))
     if tasks <= 1 or "TF_NUM_INTRAOP_THREADS" in os.environ:
         return 0
@@ -239,7 +240,7 @@ def _threads_of_this_task() -> int:
 
 
 def _bound_threads() -> None:
-    """Limits TensorFlow's threads to this task's part of the cores."""
+    """Limits TensorFlow's threads to this task's share of the cores."""
     import tensorflow as tf
 
     if threads := _threads_of_this_task():
@@ -262,7 +263,7 @@ def _add_a_thread() -> None:
 
 
 def _end_at_sigterm() -> None:
-    """Restores that SIGTERM ends the process; the strategy's handler ignores the signal."""
+    """Restores the default action of SIGTERM, as the strategy's handler ignores the signal."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

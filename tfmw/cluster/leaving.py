@@ -1,11 +1,11 @@
-"""How synchronous workers end: together, however long one of them is busy.
+"""End of synchronous workers: all end together, however long one of them is busy.
 
-    with shared_call(): ...      # around what all tasks enter, in the same order
+    with shared_call(): ...      # around code that all tasks enter, in the same order
     Departure(cluster, fail).wait()  # at exit: until all tasks are at their end
 
 TensorFlow treats the exit of one task as a failure of the others. So each task announces its end,
-and exits when all have. A task that waits in a shared call for a task that has announced its end
-would wait for ever: a thread of it notices that, and all tasks fail with one sentence.
+and exits when all have announced theirs. A task that waits in a shared call for a task that has
+announced its end would wait for ever. A thread detects this, and all tasks fail with one sentence.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tfmw.errors import UsageError
 from tfmw.observe.progress import AT_THE_END, blocking_call
 from tfmw.observe.stacks import users_call
 
-_LOOK_S = 2.0  # between two looks for tasks that have ended, of a task that waits as long
-_SLICE_S = 5.0  # of a wait at the end, after which the tasks that are missing are probed
-_AT_ONCE_S = 0.2  # for a key that is there
-_BARRIER_S = 60.0  # for tasks that are all at their end
+_LOOK_S = 2.0  # seconds between two checks for ended tasks, in a task that waits as long
+_SLICE_S = 5.0  # duration of a wait at the end, after which the missing tasks are probed
+_AT_ONCE_S = 0.2  # time to read a key that is already set
+_BARRIER_S = 60.0  # time for the barrier of tasks that are all at their end
 
 _ENDED, _ALL_ENDED, _LEFT = "tfmw/ended", "tfmw/all_ended", "tfmw/left"
 
@@ -40,10 +40,11 @@ _ENDED, _ALL_ENDED, _LEFT = "tfmw/ended", "tfmw/all_ended", "tfmw/left"
 class _Calls:
     """The shared calls of this process."""
 
-    completed: int = 0  # how many have ended; equal on all tasks that wait for nobody
-    since: float | None = None  # monotonic seconds when the current one began; None outside of one
-    thread: int = 0  # that makes it
-    problem: UsageError | None = None  # why it will never end, if it will not
+    completed: int = 0  # number of ended calls; equal on all tasks that wait for none
+    # monotonic seconds when the current call began; None if there is none
+    since: float | None = None
+    thread: int = 0  # id of the thread that makes the call
+    problem: UsageError | None = None  # reason why the call will never end, if it will not
 
 
 _calls = _Calls()
@@ -51,7 +52,7 @@ _calls = _Calls()
 
 @contextlib.contextmanager
 def shared_call() -> Iterator[None]:
-    """Marks an exchange that all tasks take part in; one inside another is a part of it.
+    """Marks a call that all tasks must make; a call inside another one is a part of it.
 
     Raises:
         UsageError: a task has ended without this call.
@@ -64,7 +65,7 @@ def shared_call() -> Iterator[None]:
         yield
         _calls.completed += 1
     except Exception:
-        _calls.completed += 1  # if all tasks fail alike, they may go on alike
+        _calls.completed += 1  # if all tasks fail alike, they may continue alike
         if _calls.problem is not None:
             raise _calls.problem from None
         raise
@@ -84,15 +85,15 @@ def look() -> None:
 
 
 class Departure:
-    """The end of this task among the others.
+    """The coordinated end of this task.
 
     Args:
-        cluster: of synchronous workers.
-        fail: reports an error to all tasks, and ends the exchanges of this one.
+        cluster: a cluster of synchronous workers.
+        fail: reports an error to all tasks, and ends this task's collectives.
     """
 
     def __init__(self, cluster: Cluster, fail: Callable[[UsageError], None]) -> None:
-        self._names = list(cluster.tasks("chief", "worker"))  # by rank
+        self._names = list(cluster.tasks("chief", "worker"))  # names in order of rank
         jobs = [name.partition(" ") for name in self._names]
         self._tasks = [f"/job:{job}/replica:0/task:{index or 0}" for job, _, index in jobs]
         self._rank = cluster.rank
@@ -124,10 +125,11 @@ class Departure:
                 self._leave_one_by_one()
 
     def _leave_one_by_one(self) -> None:
-        """Waits, on the first task, until the others know that all have ended.
+        """Makes the first task wait until the others know that all have ended.
 
-        After a pause of all processes, longer than the heartbeats, the coordination service takes
-        every task for lost. It still has its keys, but no barrier, and it ends with the first task.
+        After a pause of all processes longer than the heartbeats, the coordination service treats
+        every task as lost. It still serves its keys, but no barrier, and it ends with the first
+        task.
         """
         if self._rank > 0:
             runtime.coordination_set(f"{_LEFT}/{self._rank}", json.dumps(None))
@@ -136,7 +138,7 @@ class Departure:
             runtime.coordination_get(f"{_LEFT}/{rank}", _SLICE_S)
 
     def _get(self, key: str, awaited: set[int]) -> Any:
-        """Waits for a key without limit, as long as the tasks that have to set it are there."""
+        """Waits for a key without limit, as long as the tasks that must set it are alive."""
         while True:
             with contextlib.suppress(tf.errors.DeadlineExceededError):
                 return json.loads(runtime.coordination_get(key, _SLICE_S))
@@ -145,7 +147,8 @@ class Departure:
 
     def _look(self) -> None:
         """Ends a shared call that waits for a task which has ended without it; runs in a thread."""
-        ended: list[dict[str, int]] = []  # also those that completed this call: not the next one
+        # tasks that completed this call, but not the next one, are included
+        ended: list[dict[str, int]] = []
         while True:
             time.sleep(_LOOK_S)
             since, number = _calls.since, _calls.completed + 1

@@ -38,14 +38,14 @@ class JoinedCluster:
 
     cluster: Cluster
     strategy: tf.distribute.Strategy  # the one strategy of the process
-    options: tf.distribute.experimental.CommunicationOptions  # how it reduces gradients
+    options: tf.distribute.experimental.CommunicationOptions  # settings of its reductions
     collectives: str = "auto"  # the argument of `init`
     control: ControlServer | None = None  # the connections to parameter servers, on the coordinator
     settings: ServerSettings = dataclasses.field(default_factory=ServerSettings)
     # Called when this task fails, after it has reported its error to other tasks:
     at_failure: list[Callable[[], None]] = dataclasses.field(default_factory=list)
-    # Each returns JSON that is equal on tasks which have made the same exchanges, and None once no
-    # further exchange is possible:
+    # Each returns JSON that is equal on tasks which have made the same calls, and None once no
+    # further call is possible:
     positions: list[Callable[[], Any]] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
@@ -65,7 +65,7 @@ def training_key(from_chief: Callable[[Callable[[], str]], str]) -> bytes:
     """The key of connections between workers: the token, or else one that the chief draws.
 
     Args:
-        from_chief: calls a function on the chief, and returns its result on every worker.
+        from_chief: a function that calls its argument on the chief, and broadcasts the result.
     """
     drawn = from_chief(lambda: secrets.token_hex(32))
     return token() or drawn.encode()
@@ -76,12 +76,12 @@ _evaluating = False
 
 
 def joined() -> JoinedCluster | None:
-    """The cluster that `init` joined; None in a process without a cluster."""
+    """The cluster that `init` joined; None if this process has no cluster."""
     return _joined
 
 
 def set_joined(value: JoinedCluster) -> None:
-    """Sets the cluster that this process has joined."""
+    """Stores the cluster that this process has joined."""
     global _joined
     _joined = value
 
@@ -127,7 +127,7 @@ _preempted = False  # whether that error is `Preempted`
 
 
 def mark_failed(error: BaseException) -> None:
-    """Marks this process as failed, whatever its exit status."""
+    """Marks this process as failed, for any exit status."""
     global _failed, _preempted
     if _failed:
         return
@@ -145,7 +145,8 @@ def has_failed() -> bool:
 def require_usable() -> None:
     """Raises TfmwError if the cluster of this process has ended with an earlier error.
 
-    A preempted run has saved its state on all tasks: who catches that may train again.
+    A preempted run has saved its state on all tasks, so a caller that catches the error may train
+    again.
     """
     if _failed and _joined is not None and not _preempted:
         raise TfmwError(

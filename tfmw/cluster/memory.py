@@ -13,7 +13,7 @@ _LIMITS = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
 
 
 def usable_bytes(proc: Path = Path("/proc/self")) -> int:
-    """The least of the machine's memory and the limits of all control groups around the process."""
+    """The least of the machine's memory and the limits of all control groups of the process."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *_limits(proc)])
 
@@ -24,7 +24,8 @@ def _limits(proc: Path) -> Iterator[int]:
         # "4:memory:/docker/4f1c", or "0::/user.slice" for all controllers of version 2.
         groups = [line.split(":", 2)[1:] for line in (proc / "cgroup").read_text().splitlines()]
         for line in (proc / "mountinfo").read_text().splitlines():
-            # proc_pid_mountinfo(5): "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
+            # Format of proc_pid_mountinfo(5): "31 23 0:28 / /sys/fs/cgroup rw - TYPE SOURCE
+            # OPTIONS", with TYPE cgroup2.
             mount, _, system = line.partition(" - ")
             kind, _, options = system.split(" ", 2)
             if kind not in _LIMITS or (kind == "cgroup" and "memory" not in options.split(",")):
@@ -39,7 +40,7 @@ def _limits_above(group: str, root: str, mounted_at: Path, name: str) -> Iterato
     """The limits of a group, and of those around it up to the root of the mount."""
     try:
         inner = PurePosixPath(group).relative_to(root)
-    except ValueError:  # a container that sees its own group only, as the root
+    except ValueError:  # a container that sees only its own group, as the root
         inner = PurePosixPath()
     for path in (inner, *inner.parents):
         with contextlib.suppress(OSError, ValueError):

@@ -1,12 +1,12 @@
-"""All workers meet and compare, before TensorFlow's servers start.
+"""Rendezvous of all workers, who compare before TensorFlow's servers start.
 
     rendezvous.meet(cluster, facts={"tensorflow": "2.21.0"}, timeout_s=120)
 
-TensorFlow waits up to an hour for a task that never starts, and trains with half of the workers if
-two tasks describe the cluster differently. So the tasks that train meet first, over plain TCP on
-the chief's address, which TensorFlow uses afterwards. Each sends its hello, the chief compares
-them, and all receive the same response: to continue, or the problem as one sentence. Standard
-library only.
+TensorFlow waits up to an hour for a task that never starts. It trains with half of the workers if
+two tasks describe the cluster differently. So the training tasks first connect to the chief's
+address over plain TCP; TensorFlow uses this address afterwards. Each sends its hello, the chief
+compares them, and all receive the same response: to continue, or the problem as one sentence.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tfmw.errors import ClusterError, TfmwError
 _PROTOCOL = "rendezvous"
 _STRAGGLER_S = 10.0  # tasks that are started together connect within this time of each other
 _POLL_S = 0.5  # a new connection wakes the chief at once; a closed one does not
-_CLOSE_S = 5.0  # for a task that has received the response to close its connection
+_CLOSE_S = 5.0  # time for a task that has received the response to close its connection
 
 
 def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0) -> None:
@@ -40,7 +40,7 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
 
     Args:
         cluster: a cluster of several training tasks; this process is one of them.
-        facts: what must be the same on every task, by name (versions, options).
+        facts: values that must be the same on every task, by name (versions, options).
         timeout_s: seconds to wait for all tasks.
 
     Raises:
@@ -52,7 +52,7 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
         _gather(hello, timeout_s)
         return
     assert cluster.address is not None
-    addresses.listen(cluster.address).close()  # is the port free?
+    addresses.listen(cluster.address).close()  # fails if the port is taken
     chief = next(iter(hello.tasks.values()))
 
     def describe(problem: str) -> str:
@@ -72,7 +72,8 @@ def _gather(hello: TaskDescription, timeout_s: float) -> None:
     """Receives a hello from every other task, compares, and responds to all; on the chief."""
     address = hello.tasks[hello.task]
     changed = threading.Condition()
-    peers: list[tuple[TaskDescription, Channel, str | None]] = []  # with the problem of its hello
+    # each with the problem of its hello
+    peers: list[tuple[TaskDescription, Channel, str | None]] = []
 
     def missing() -> dict[str, str]:
         names = {hello.task, *(remote.task for remote, _, _ in peers)}
@@ -94,9 +95,9 @@ def _gather(hello: TaskDescription, timeout_s: float) -> None:
             changed.notify_all()
 
     def wait() -> TfmwError | None:
-        """The problem that keeps the tasks from starting; None once all agree."""
+        """The problem that keeps the tasks from starting; None if all agree."""
         deadline = time.monotonic() + timeout_s
-        # After a problem: until when more tasks may connect and receive it.
+        # After a problem: the time until which more tasks may connect and receive it.
         last_call: float | None = None
         with changed:
             while True:

@@ -66,7 +66,7 @@ WORKER_POOLS = {
 SM_HOSTS = "SM_HOSTS"  # ["algo-1","algo-2"]
 SM_CURRENT_HOST = "SM_CURRENT_HOST"  # algo-1
 
-# What the schedulers' own variables lack.
+# Variables that complete those of the schedulers.
 TFMW_PORT = "TFMW_PORT"  # 2222: first port on each host; tasks of one host take consecutive ports
 TFMW_NUM_PS = "TFMW_NUM_PS"  # 2: the last 2 tasks are parameter servers
 TFMW_NUM_WORKERS = "TFMW_NUM_WORKERS"  # 4 (Kubernetes: the Job has this many pods, +1 +ps with ps)
@@ -167,7 +167,7 @@ def _expand_range(text: str) -> list[str]:
 
 
 def _expand_tasks_per_node(text: str) -> list[int]:
-    """srun(1): tasks per node look like 3(x2),1, which is 3 3 1."""
+    """Expands Slurm's tasks per node, srun(1): "3(x2),1" means 3, 3 and 1."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
@@ -315,7 +315,7 @@ def from_sagemaker(environ: Mapping[str, str]) -> Fields | None:
 
 
 def ranked(addresses: list[str], rank: int, environ: Mapping[str, str], source: str) -> Fields:
-    """The cluster in which task number `rank` has `addresses[rank]`."""
+    """The cluster in which the task of rank `rank` has `addresses[rank]`."""
     total, ps = len(addresses), _count(environ, (TFMW_NUM_PS,), default="0")
     if rank >= total:
         raise ClusterError(

@@ -11,10 +11,10 @@ the connection closes without one, the coordinator has died: the server keeps it
 waits for the next coordinator, for a limited time. No other task needs the coordinator's TensorFlow
 port, so tfmw picks a free one.
 
-If the connection of a server is lost, so are TensorFlow's own connections to it, which would not
-notice that its machine is gone: the coordinator ends them. It cannot while TensorFlow waits for a
-server without letting other threads run (it traces a function, which all servers get). So a thread
-also sets a limit to the silence of each connection, and the kernel ends it.
+If the connection of a server is lost, the coordinator also ends TensorFlow's own connections to it,
+which would not detect a lost machine. It cannot do so while TensorFlow waits for a server without
+letting other threads run: it sends traced functions to all servers in this way. So a thread also
+limits the silence of each connection, and the kernel ends it.
 """
 
 from __future__ import annotations
@@ -51,18 +51,19 @@ logger = logging.getLogger("tfmw")
 # A function on a worker blocks a thread while it waits for a server; too few threads deadlock.
 _INTER_OP_THREADS = 16
 
-_serving: list[tf.distribute.Server] = []  # kept for ever: TensorFlow's servers cannot stop
+_serving: list[tf.distribute.Server] = []  # referenced for ever: TensorFlow's servers cannot stop
 
 _PROTOCOL = "control"
 _CONNECT_S = 5.0
-_RESPONSE_S = 30.0  # for the response of a coordinator that has accepted the connection
-_GOODBYE_S = 30.0  # for the process of a coordinator that is done to end
-_LIMIT_EVERY_S = 2.0  # new connections are looked for
+_RESPONSE_S = 30.0  # time for the response of a coordinator that has accepted the connection
+_GOODBYE_S = 30.0  # time for the process of a finished coordinator to end
+_LIMIT_EVERY_S = 2.0  # interval of the search for new connections
 
 SILENCE_S = 15.0
-"""Seconds until the kernel ends a connection of TensorFlow's to a server that is silent.
+"""Seconds after which the kernel ends TensorFlow's connection to a silent server.
 
-Longer than it takes to notice it by the connection of this module, which also ends them.
+It is longer than the time to detect a loss by the connection of this module, which then ends
+TensorFlow's, too.
 """
 
 
@@ -70,7 +71,7 @@ Longer than it takes to notice it by the connection of this module, which also e
 class ServerSettings:
     """Options of parameter-server training; see `tfmw.strategies.parameter_server`."""
 
-    # (shape, dtype) -> into how many pieces, along the first axis, to divide a variable
+    # (shape, dtype) -> number of shards of a variable, along the first axis
     partition: Callable[[Sequence[int], tf.DType], int] = lambda shape, dtype: 1
     sync_replicas: bool = False
     replicas_to_aggregate: int | None = None  # None: one gradient of each worker
@@ -89,7 +90,7 @@ def serve(
     """Starts TensorFlow's server of this task, and waits: see `wait_for_end`.
 
     Args:
-        threads: for the ops of this server; 0 lets TensorFlow choose.
+        threads: number of threads for the ops of this server; 0 lets TensorFlow choose.
 
     Raises:
         ClusterError: the port of this task is in use.
@@ -97,7 +98,7 @@ def serve(
     import tensorflow as tf
 
     assert cluster.address is not None
-    addresses.listen(cluster.address).close()  # is the port free?
+    addresses.listen(cluster.address).close()  # fails if the port is taken
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=threads, inter_op_parallelism_threads=_INTER_OP_THREADS
     )
@@ -213,7 +214,7 @@ class ControlServer:
         threading.Thread(target=self._limit_silence, name="tfmw-silence", daemon=True).start()
 
     def wait_for_all(self, timeout_s: float) -> None:
-        """Returns once every server is connected and describes the same cluster.
+        """Waits until every server is connected and describes the same cluster.
 
         Raises:
             ClusterError: a server describes another cluster, or runs other versions.
@@ -236,7 +237,7 @@ class ControlServer:
             raise absence(absent, self._cluster.chief[0], timeout_s, self._server)
 
     def finish(self, error: str | None = None) -> None:
-        """Sends every server that the training is done, or the error that ended the coordinator."""
+        """Notifies every server of the end of the training, or of the coordinator's error."""
         with self._changed:
             self._is_over = True
             servers = list(self._servers.values())
@@ -260,12 +261,12 @@ class ControlServer:
         with self._changed:
             before = self._servers.pop(name, None)
             self._peers[name] = known
-        if before is not None:  # a restarted task: its old connections may still be open
+        if before is not None:  # a restarted task, whose old connections may still be open
             before.close()
             self._end_connections(name)
         with self._changed:
             with contextlib.suppress(OSError):
-                channel.send({"problem": None})  # before what is sent to all
+                channel.send({"problem": None})  # before any message to all servers
             self._servers[name] = channel
             self._changed.notify_all()
         sockets.keep_alive(channel.peer)
@@ -280,8 +281,9 @@ class ControlServer:
             self._end_connections(name)
 
     def _end_connections(self, name: str) -> None:
-        """Ends TensorFlow's connections to a server that is gone; its calls fail at once."""
-        if not self._is_over:  # else servers end, and TensorFlow frees what this process has there
+        """Ends TensorFlow's connections to a lost server; its calls fail at once."""
+        # otherwise servers end, and TensorFlow frees the resources of this process there
+        if not self._is_over:
             end_connections(self._peers[name])
 
     def _limit_silence(self) -> None:
@@ -311,11 +313,11 @@ def wait_for_end(
     patience_s: float = 120.0,
     serve_again: bool = False,
 ) -> None:
-    """Returns once the coordinator is done.
+    """Waits until the coordinator is done.
 
     Args:
         cluster: this process is one of its ps or workers, and already serves.
-        facts: what must be the same on every task.
+        facts: values that must be the same on every task.
         patience_s: seconds to wait for the first coordinator, and for a restarted one.
         serve_again: whether to wait for the next coordinator after each one, without limit; then
             this never returns.
@@ -327,7 +329,7 @@ def wait_for_end(
     """
     hello, was_there = _hello(cluster, facts), False
     if serve_again:
-        hello = dataclasses.replace(hello, run="")  # each training is a run
+        hello = dataclasses.replace(hello, run="")  # each training is a run of its own
     name, address = hello.task, hello.tasks["chief"]
     waiting = f"{name} waits for the coordinator at {address}"
     if serve_again:
@@ -357,5 +359,5 @@ def wait_for_end(
         if message.get("done"):
             return
         if "failed" in message:
-            # In TensorFlow's form, by which a launcher recognises a secondary error.
+            # TensorFlow's form, by which a launcher recognizes a secondary error
             raise TaskFailed(f"{ECHO}chief/task:0: {message['failed']}")

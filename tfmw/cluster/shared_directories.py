@@ -29,7 +29,8 @@ def markers(directories: Mapping[str, str]) -> Iterator[tuple[dict[str, str | No
         directories: option -> directory.
 
     Yields:
-        (option -> name of the file, None if it cannot be written; one clause for each of those).
+        (option -> name of the file, or None if it cannot be written; one clause for each such
+        directory).
     """
     with contextlib.ExitStack() as stack:
         names: dict[str, str | None] = {}
@@ -53,7 +54,7 @@ def find_marker(option: str, path: str, name: str, chief: str, patience_s: float
     """Looks for the chief's marker file, for `patience_s` seconds: NFS caches listings.
 
     Returns:
-        None, or one clause: the directory is another one.
+        None, or one clause if the directory is another one.
     """
     deadline = time.monotonic() + patience_s
     while _read(os.path.join(path, name)) != name:

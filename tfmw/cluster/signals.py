@@ -30,7 +30,7 @@ class Signals:
 
     @property
     def asks_to_leave(self) -> bool:
-        """Whether one signal has arrived, and it is one of preemption."""
+        """Whether only one signal has arrived, and it is one of preemption."""
         return len(self.received) == 1 and self.received[0] in LEAVE
 
     @property

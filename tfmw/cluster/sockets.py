@@ -1,4 +1,4 @@
-"""TCP: listening sockets, ports that are reserved for tasks, connections to a machine that is gone.
+"""TCP: listening sockets, reserved ports for tasks, and the end of connections to a lost machine.
 
     listen("10.0.0.7", 2222)      # at that address; at all of this machine's without one
     with reserved_ports(2) as ports: ...
@@ -41,11 +41,12 @@ DETECTED_IN_11_S = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 def listen(host: str = "", port: int = 0) -> socket.socket:
     """A listening socket at an IP address of this machine, or at all of its addresses.
 
-    A name may mean another address here than for others (127.0.1.1 on Debian).
+    A name may resolve here to another address than elsewhere (127.0.1.1 on Debian).
 
     Args:
-        host: an IP address; with anything else, and an address that is not this machine's, all.
-        port: 0 for any that is free.
+        host: an IP address of this machine; with any other value the socket listens at all
+        addresses.
+        port: 0 for any free port.
 
     Raises:
         OSError: with an errno in `TAKEN`, the port cannot be used.
@@ -84,9 +85,9 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 
 
 def ephemeral_ports(proc: Path = Path("/proc")) -> range:
-    """Ports that the system gives to programs which ask for any, and to outgoing connections."""
+    """Ports that the system assigns to programs which ask for any, and to outgoing connections."""
     try:
-        # ip(7): "32768\t60999", the first and the last.
+        # ip(7): "32768\t60999", the first and the last
         text = (proc / "sys/net/ipv4/ip_local_port_range").read_text()
         first, last = map(int, text.split())
     except (OSError, ValueError):
@@ -146,11 +147,11 @@ def keep_alive(connection: socket.socket, options: Mapping[str, int] = DETECTED_
 
     Args:
         connection: a TCP connection.
-        options: by their names in tcp(7); those that this system lacks are left out.
+        options: options by their names in tcp(7); those that this system lacks are ignored.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in options.items():
-        if hasattr(socket, name):  # all of them on Linux
+        if hasattr(socket, name):  # Linux has all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
@@ -184,6 +185,6 @@ def addresses_of(host: str) -> set[str]:
 
 
 def _plain(host: str) -> str:
-    """An IP address in its shortest form: 10.0.0.7 for ::ffff:10.0.0.7 too."""
+    """An IP address in its shortest form, such as 10.0.0.7 for ::ffff:10.0.0.7."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address)

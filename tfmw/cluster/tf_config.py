@@ -1,4 +1,4 @@
-"""The format of TF_CONFIG: all tasks of a cluster by type, and which one this process is.
+"""The format of TF_CONFIG: all tasks of a cluster by type, and the task of this process.
 
     {"cluster": {"worker": ["h0:2222", "h1:2222"]}, "task": {"type": "worker", "index": 0}}
 

@@ -1,4 +1,4 @@
-"""Installed packages, those that must be the same on all tasks, and devices of TensorFlow."""
+"""Versions of installed packages, which must be the same on all tasks, and TensorFlow's devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(json.dumps([keras.backend.backend(),
 
 
 def ask_tensorflow(python: str = sys.executable) -> tuple[str, str]:
-    """(Keras backend, GPUs that TensorFlow sees), or why they are unknown."""
+    """(Keras backend, GPUs that TensorFlow detects), or the reason why they are unknown."""
     try:
         result = subprocess.run(
             [python, "-c", _ASK_TENSORFLOW], capture_output=True, text=True, timeout=_TIMEOUT_S
@@ -47,7 +47,8 @@ def common_versions() -> dict[str, str]:
 def _version_of(module: str) -> str:
     try:
         return importlib.metadata.version(module)
-    except importlib.metadata.PackageNotFoundError:  # under another name, such as tensorflow-cpu
+    # it may have another name, such as tensorflow-cpu
+    except importlib.metadata.PackageNotFoundError:
         return importlib.metadata.version(importlib.metadata.packages_distributions()[module][0])
 
 

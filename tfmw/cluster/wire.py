@@ -3,7 +3,7 @@
     server = Server(listener, key, handle, "name")      # handle(peer), once it has proven the key
     connection = Connection(peer)
 
-    connection = connect("h0:2300", key)        # proves the key, and has it proven
+    connection = connect("h0:2300", key)        # both sides prove the key
     connection.send({"do": "round", "examples": 64.0}, [gradient])
     message, arrays = connection.receive()
 
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 CONNECT_S = 5.0
-HELLO_S = 2.0  # in which a new connection must have proven the key
-SILENCE_S = 15.0  # after which the kernel ends a connection; both sides read without delay
+HELLO_S = 2.0  # time in which a new connection must prove the key
+# time after which the kernel ends a silent connection; both sides read without delay
+SILENCE_S = 15.0
 NONCE_BYTES, PROOF_BYTES = 32, 32
 _LENGTH = struct.Struct("!I")
 _LARGEST_HEADER = 1 << 26
 _LARGEST_HELLO = 1 << 20  # that of ten thousand tasks is a quarter of this
-MOST_STRANGERS = 64  # connections at a time that have proven nothing yet
+MOST_STRANGERS = 64  # number of connections that have not proven the key yet
 
 Message = dict[str, Any]
 
@@ -116,7 +117,7 @@ class Channel:
             return ""
 
     def close(self) -> None:
-        """Closes it; a `receive` of another thread ends."""
+        """Closes the connection; a `receive` of another thread ends."""
         with contextlib.suppress(OSError):
             self.peer.shutdown(socket.SHUT_RDWR)
         self.peer.close()
@@ -181,11 +182,11 @@ class Server:
 
     Args:
         listener: a listening socket, of any family.
-        key: of the training; None if there is none, and nothing is proven.
+        key: key of the training; None accepts every connection.
         handle: closes the socket; raises OSError if the other side is lost.
-        name: of the thread that accepts.
-        introduce: returns the argument of `handle`; until it does, the connection is a stranger.
-            It raises OSError for a connection that is to be closed.
+        name: name of the thread that accepts.
+        introduce: returns the argument of `handle`; until it returns, the connection counts as
+            unproven. It raises OSError for a connection that is to be closed.
 
     Attributes:
         refused: number of connections that did not know the key.
@@ -206,7 +207,7 @@ class Server:
         threading.Thread(target=self._accept, name=name, daemon=True).start()
 
     def close(self) -> None:
-        """Accepts no further connection; those that are open stay."""
+        """Stops accepting connections; open ones stay."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()

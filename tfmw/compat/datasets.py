@@ -58,8 +58,8 @@ data_adapter = get_data_adapter
 def batches_of_slices(adapter: Any) -> tf.data.Dataset | None:
     """The batches of an adapter of arrays that does not shuffle, as slices and `batch`.
 
-    That is quicker to build than the adapter's own pipeline, and by its form tfmw knows that a
-    batch can be divided without being made. None for adapters of anything but dense arrays.
+    That is quicker to build than the adapter's own pipeline. Its form shows that a batch can be
+    divided before it is created. Returns None for adapters of anything but dense arrays.
     """
     if type(adapter) is not array_data_adapter.ArrayDataAdapter or adapter._shuffle:
         return None
@@ -71,12 +71,12 @@ def batches_of_slices(adapter: Any) -> tf.data.Dataset | None:
 
 
 def signature_of(adapter: Any) -> Any:
-    """Structure of tf.TypeSpec, of a batch of Grain's, once `get_tf_dataset` has been called."""
+    """Structure of tf.TypeSpec for a batch of Grain, after `get_tf_dataset` was called."""
     return adapter._output_tf_signature
 
 
 def has_own_readers(adapter: Any) -> bool:
-    """Whether threads or processes of Keras's read ahead for an adapter, while an epoch lasts."""
+    """Whether Keras reads ahead for an adapter, in threads or processes, during an epoch."""
     return getattr(adapter, "enqueuer", None) is not None
 
 
@@ -121,7 +121,7 @@ def kind_of(dataset: tf.data.Dataset) -> str:
 
 
 def map_graph_nodes(node: tf.data.Dataset) -> list[Any]:
-    """NodeDefs of the function of a map, and its like, and of every function that it calls."""
+    """NodeDefs of the function of a map or similar node, and of every function that it calls."""
     return list(itertools.chain(*function_bodies(node._map_func)))
 
 
@@ -134,9 +134,9 @@ def function_bodies(wrapper: Any) -> list[Any]:
 def is_pure(node: tf.data.Dataset) -> bool:
     """Whether a node's result for an element does not depend on the elements before it.
 
-    With a seeded random op it does: in one process its sequence continues from element to element.
-    Random ops without a seed differ in every run anyway. Python functions cannot be inspected, and
-    are treated as pure.
+    With a seeded random op it does depend on them: in one process its sequence continues from
+    element to element. Random ops without a seed differ in every run anyway. Python functions
+    cannot be inspected, and are treated as pure.
     """
     if kind_of(node) != "map":
         return True
@@ -156,7 +156,7 @@ def shuffled(
     reshuffle_each_iteration: bool,
     generator: tf.Tensor | None = None,
 ) -> tf.data.Dataset:
-    """`source.shuffle`, which itself has no arguments for a pair of seeds and a generator."""
+    """`source.shuffle` with a pair of seeds and a generator, which it has no arguments for."""
     pair = tuple(tf.convert_to_tensor(s, tf.int64) for s in seeds)
     overrides: list[tuple[Any, str, Any]] = [(data_random_seed, "get_seed", lambda seed: pair)]
     if generator is not None:
@@ -166,12 +166,12 @@ def shuffled(
 
 
 def small_shuffle(seeds: Any, reshuffle_each_iteration: bool = True) -> tf.data.Dataset:
-    """A shuffle of one element, for its generator of seeds."""
+    """A shuffle of one element, used for its generator of seeds."""
     return shuffled(tf.data.Dataset.range(1), 1, seeds, reshuffle_each_iteration)
 
 
 def generator_of(small: tf.data.Dataset) -> tf.Tensor:
-    """The handle of the generator of a `small_shuffle`, which must outlive what uses it."""
+    """The handle of the generator of a `small_shuffle`, which must outlive its users."""
     (node,) = (
         n for n in dataset_graph(small).node if n.attr["dtype"].type == tf.resource.as_datatype_enum
     )
@@ -184,14 +184,16 @@ def generator_of(small: tf.data.Dataset) -> tf.Tensor:
     return handle()
 
 
-_PASSIVE = frozenset({"Root", "Prefetch", "Model", "Options", "FiniteTake"})  # stages
+# stages that do no work of their own
+_PASSIVE = frozenset({"Root", "Prefetch", "Model", "Options", "FiniteTake"})
 
 
 def dataset_graph(dataset: tf.data.Dataset, for_other_process: bool = False) -> Any:
-    """The GraphDef of a dataset, with the functions that it uses in its library.
+    """The GraphDef of a dataset, whose library has the functions that it uses.
 
     Raises:
-        tf.errors.OpError: `for_other_process`, and it uses state of this one, such as a variable.
+        tf.errors.OpError: `for_other_process` is true, and the dataset uses state of this process,
+        such as a variable.
     """
     policy = tf.data.experimental.ExternalStatePolicy
     serialized = dataset._as_serialized_graph(
@@ -210,7 +212,7 @@ def python_ops(graph: Any) -> set[str]:
 def dataset_from_graph(graph_def: Any, element_spec: Any) -> tf.data.Dataset:
     """The dataset of an edited GraphDef.
 
-    In the process that created it, Python functions, variables and tables that it uses stay valid.
+    Python functions, variables and tables stay valid in the process that created the GraphDef.
     """
     variant = gen_experimental_dataset_ops.dataset_from_graph(graph_def.SerializeToString())
     return tf.data.experimental.from_variant(variant, element_spec)
@@ -240,12 +242,12 @@ def substituted_global_seed(seed: int | None) -> Iterator[None]:
 
 
 def source_of_seeds() -> Any:
-    """The generator from which traced ops draw seeds; replaced by each `tf.random.set_seed`."""
+    """The generator from which traced ops draw seeds; each `tf.random.set_seed` replaces it."""
     return getattr(_context.context(), "_rng", None)  # exists after the first set_seed
 
 
 def seed_state() -> Mapping[str, Any]:
-    """The global seeds of TensorFlow and Keras, and how far TensorFlow's sequence has advanced."""
+    """The global seeds of TensorFlow and Keras, and the position in TensorFlow's sequence."""
     sequence = source_of_seeds()
     return {
         "tensorflow": (global_seed(), sequence and sequence.getstate()),
@@ -265,7 +267,7 @@ def set_seed_state(state: Mapping[str, Any]) -> None:
 
 
 def slowest_stage(iterator: Any) -> tuple[str, float] | None:
-    """The stage of a pipeline that takes longest; None if an iterator has no model of stages yet.
+    """The slowest stage of a pipeline; None if an iterator has no model of stages yet.
 
     Returns:
         (name of tf.data's op without version, such as "Map"; seconds of the stage per element of
@@ -274,7 +276,7 @@ def slowest_stage(iterator: Any) -> tuple[str, float] | None:
     try:
         model = iterator_model_ops.get_model_proto(iterator)
     except (tf.errors.OpError, AttributeError, TypeError, ValueError):
-        return None  # autotuning is off, or an iterator over several devices
+        return None  # autotuning is off, or the iterator has several devices
     elements = max(
         (node.num_elements for node in model.nodes.values() if node.name == "Root"), default=0
     )

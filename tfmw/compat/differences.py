@@ -1,7 +1,7 @@
-"""Losses and metrics whose values depend on the number of replicas: found, and put into words.
+"""Losses and metrics that depend on the number of replicas, with a description of each.
 
-A value that several replicas cannot combine is named once, with the line of the user's program
-that computes it. `Dataflow` finds that line.
+A value that replicas cannot combine is reported once, with the line of the user's program that
+computes it. `Dataflow` finds that line.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Differences:
     """Values of a step that replicas cannot combine into the result of one process."""
 
     def __init__(self) -> None:
-        self.messages: list[str] = []  # a sentence or more for each value
+        self.messages: list[str] = []  # one or more sentences for each value
         self._origins: set[str] = set()  # lines, or operations of libraries
 
     def note(self, subject: str, flow: Flow) -> None:
-        """Notes a value, such as "the loss mse", if replicas' values of it cannot be combined."""
+        """Records a value, such as "the loss mse", if replicas' values of it cannot be combined."""
         reason = _reason(flow)
         origin = flow.origin
         if reason is None or (origin is None and reason == "unknown"):
@@ -82,7 +82,7 @@ def _reason(flow: Flow) -> str | None:
         op = flow.origin
         if op is not None and op.type == "RaggedTensorToTensor":
             return "padded"
-        # Few programs mean the pairs of [n] and [n, 1].
+        # Programs rarely intend the pairs of [n] and [n, 1].
         pairs = op is not None and op.type in BINARY and {t.shape.rank for t in op.inputs} == {1, 2}
         return "pairs" if pairs else "compared"
     if flow.kind in ("nonlinear", "unknown"):

@@ -30,13 +30,13 @@ _OPS = {"TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset"}
 
 @dataclasses.dataclass(frozen=True)
 class FileReader:
-    """A pipeline that joins the records of files."""
+    """A pipeline that concatenates the records of files."""
 
     node: tf.data.Dataset  # the `flat_map` or `interleave`
     names: Callable[..., tf.Tensor]  # of a map over its input: string [k], files of an element
     kind: str  # "tfrecord" or "text"
-    skip: int  # records that are left out at the beginning of each element's
-    maps: list[tf.data.Dataset]  # for single records, the first one first
+    skip: int  # number of records skipped at the beginning of each element
+    maps: list[tf.data.Dataset]  # maps of single records, the first map first
     # Elements that are read in turns; None for tf.data's default, which depends on the number of
     # cores; see `default_cycle_length`.
     cycle_length: int | None
@@ -44,7 +44,7 @@ class FileReader:
 
     @property
     def calls(self) -> int | None:
-        """The number of parallel calls; None for a sequential `interleave`."""
+        """Number of parallel calls; None for a sequential `interleave`."""
         calls = getattr(self.node, "_num_parallel_calls", None)
         return None if calls is None else int(tf.get_static_value(calls))
 
@@ -61,13 +61,13 @@ class FileReader:
             return source.flat_map(function)
         calls = self.calls
         if isinstance(self.node, readers.ParallelInterleaveDataset):
-            calls = cycle_length  # of TensorFlow 1: it reads that many files at a time
+            calls = cycle_length  # TensorFlow 1's `interleave` reads that many files at a time
         ordered = None if calls is None else True
         return source.interleave(function, cycle_length, self.block_length, calls, ordered)
 
 
 def default_cycle_length(calls: int | None) -> int:
-    """The cycle length that tf.data chooses on this machine, where `interleave` has none."""
+    """The cycle length that tf.data chooses on this machine if `interleave` has none."""
     as_it_is = tf.autograph.experimental.do_not_convert
     twice = tf.data.Dataset.range(1 << 14).interleave(
         as_it_is(lambda i: tf.data.Dataset.from_tensors(i).repeat(2)),
@@ -82,8 +82,8 @@ def default_cycle_length(calls: int | None) -> int:
 def file_reader(node: tf.data.Dataset) -> FileReader | None:
     """The files of a `flat_map`, `interleave`, `TFRecordDataset` or `TextLineDataset`.
 
-    None for other nodes, for compressed files, and for functions that do more than read records
-    and map them one by one.
+    Returns None for other nodes, for compressed files, and for functions that do more than read
+    records and map them one by one.
     """
     if not hasattr(node, "_tfmw_file_reader"):  # its function is traced once
         node._tfmw_file_reader = _read_function(getattr(node, "_impl", node))
@@ -104,7 +104,7 @@ def _read_function(node: tf.data.Dataset) -> FileReader | None:
         cycle_length = None if cycle_length < 0 else cycle_length
         block_length = int(tf.get_static_value(node._block_length))
     if isinstance(node, readers.ParallelInterleaveDataset) and block_length > 1:
-        return None  # in an order of its own
+        return None  # it has an order of its own
     function, found = node._map_func._func, []
 
     def names_of(*element: Any) -> tf.Tensor:
@@ -121,7 +121,7 @@ def _read_function(node: tf.data.Dataset) -> FileReader | None:
 def _records_of(dataset: Any) -> tuple[tf.Tensor, str, int, list[tf.data.Dataset]] | None:
     """(names, kind, skip, maps) of the dataset of one element, within the function of a node.
 
-    None for datasets that do more than read records and map them.
+    Returns None for datasets that do more than read records and map them.
     """
     skip, maps = 0, []
     while type(dataset) not in (*_SEVERAL, *_ONE):
@@ -133,7 +133,7 @@ def _records_of(dataset: Any) -> tuple[tf.Tensor, str, int, list[tf.data.Dataset
             skip += int(count)
         elif kind == "map":
             captured = dataset._map_func.function.captured_inputs
-            # What depends on the element is not known for a record alone.
+            # A map that captures the element cannot be applied to a single record.
             if not datasets.is_pure(dataset) or not all(hasattr(t, "numpy") for t in captured):
                 return None
             maps.append(dataset)

@@ -1,4 +1,4 @@
-"""The Python functions of `tf.data.Dataset.from_generator`, and the elements that they make."""
+"""Python functions of `tf.data.Dataset.from_generator`, and the elements that they yield."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def watch_generators(
     """Calls `note` for each element of each `from_generator` of a pipeline, when it is read.
 
     Args:
-        note: gets the number of the `from_generator`, the number of its iterator and the element's
-            tensors. It is called as long as the object exists whose method it is.
-        first: the number of the first one.
+        note: called with (index of the `from_generator`, index of its iterator, tensors of the
+            element), as long as the object exists whose method it is.
+        first: index of the first `from_generator`.
 
     Returns:
-        The number of those that are watched. Those within functions, and those that the pipeline
-        reads more than once, are not: their order of reading is not fixed.
+        The number of watched generators. Generators within functions, and those that the pipeline
+        reads more than once, are not watched, as their order of reading is not fixed.
     """
     named = [
         (name, node.dataset.element_spec)
@@ -41,7 +41,7 @@ def watch_generators(
 
 
 def _next_function(node: tf.data.Dataset) -> str | None:
-    """The registered name of the Python function that makes the elements of a `from_generator`."""
+    """Registered name of the Python function that yields the elements of a `from_generator`."""
     if not isinstance(node, flat_map_op._FlatMapDataset):
         return None
     graph = node._map_func.function.graph

@@ -1,4 +1,4 @@
-"""Keras's methods as a model's class, other libraries and tfmw replace them.
+"""Keras's methods as a model's class, other libraries and tfmw override them.
 
     guard_models(refuse_fit, is_chief=False)
     with saves_by_callbacks(on_all_workers=False): ...     # model.save(...) writes nothing here
@@ -6,15 +6,15 @@
 
 A model's class may have methods of its own, which prepare the data and call `super().fit(...)`.
 Autologging of MLflow, Comet and others replaces `keras.Model.fit` by a function that begins a run,
-adds callbacks, and calls the method that it has replaced. Both expect Keras's method at the end. So
-Keras's methods of `METHODS` dispatch from the import of this module on: within `call_method` they
-do what tfmw does, in this thread, and otherwise what Keras does.
+adds callbacks, and calls the original method. Both expect Keras's method at the end. So the import
+of this module makes Keras's methods of `METHODS` dispatch: within `call_method`, in this thread,
+they call tfmw, and otherwise Keras.
 
-In a process that has joined a cluster, a plain `model.fit` is refused and files are saved whole.
-Keras's own methods ignore the other workers: `fit` trains this process's copy only, on all of the
-data, and `save` writes the same file as every other worker, which reads it half-written. All have
-the same model, so each renames a whole file to that path: every worker can load it afterwards,
-whether they share the disk or not.
+In a process that has joined a cluster, a plain `model.fit` is refused, and files are saved
+atomically. Keras's own methods ignore the other workers. `fit` would train this process's copy
+only, on all of the data; `save` would write the same file as every other worker, which might read
+it half-written. All workers have the same model, so each renames a complete file to that path.
+Every worker can load it afterwards, with a shared disk or not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from tfmw.storage.disk import replacing
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Of predictions for one batch each task needs all, so Keras's method stays.
+# `predict_on_batch` is not here: each task needs all predictions of a batch, so Keras's method
+# stays.
 METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch")
 
 _CELL = "fn"  # the variable in which Keras's wrapper for tracebacks keeps the method
@@ -76,7 +77,7 @@ def saves_by_callbacks(on_all_workers: bool) -> Iterator[None]:
 
 
 def _whole(save: Callable[..., Any], is_chief: bool) -> Callable[..., Any]:
-    """`save` that renames a whole file; in a callback, which runs on all workers, by the chief."""
+    """Wraps `save` to rename a complete file; in callbacks on all workers, the chief's only."""
 
     @functools.wraps(save)
     def guarded(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +103,7 @@ def _whole(save: Callable[..., Any], is_chief: bool) -> Callable[..., Any]:
 
 
 def given_arguments(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function whose caller's arguments `given` names."""
+    """Decorates a function so that `given` returns the names of its caller's arguments."""
     names = list(inspect.signature(method).parameters)
 
     @functools.wraps(method)
@@ -119,13 +120,13 @@ def given() -> frozenset[str]:
 
 
 def call_given(method: Callable[..., R], arguments: Mapping[str, Any], given: Collection[str]) -> R:
-    """Calls a decorated function as a caller who has passed the arguments named in `given`."""
+    """Calls a decorated function like a caller who passes only the arguments named in `given`."""
     _thread.given = frozenset(given)
     return inspect.unwrap(method)(**arguments)
 
 
 def is_overridden(model: Any, name: str) -> bool:
-    """Whether a model, or its class, has a method of its own in the place of Keras's."""
+    """Whether a model, or its class, overrides a method of Keras."""
     return any(name in vars(owner) for owner in _owners(model))
 
 
@@ -150,19 +151,19 @@ def call_method(
     is_chief: bool = True,
     overrides: bool = True,
 ) -> Any:
-    """Calls `model.<name>` with `run` in the place of Keras's method; returns its result.
+    """Calls `model.<name>` with `run` in place of Keras's method; returns its result.
 
-    A method of the user's runs on every task, the wrappers of other libraries run on the chief.
+    An override of the user runs on every task; the wrappers of other libraries run on the chief.
 
     Args:
-        arguments: by name: those of Keras's method, and perhaps others.
-        given: the names of those that the caller has passed. A method of the user's need not take
-            others, and may have defaults of its own.
-        run: gets all arguments that reach Keras's method, by name.
-        others: (name, model, ...) is called in the place of Keras's methods of other names, and of
-            other models, by code of the user's; None: they are Keras's.
+        arguments: the arguments of Keras's method by name, and perhaps others.
+        given: names of the arguments that the caller has passed. The user's override need not take
+            others, and may have other defaults.
+        run: called with all arguments that reach Keras's method, by name.
+        others: called as (name, model, ...) if the user's code calls a Keras method of another name
+            or model; None: Keras's method is called.
         is_chief: whether this process is the one in which wrappers run.
-        overrides: whether the model's own method is called, or the wrappers alone.
+        overrides: whether the model's override is called, or only the wrappers.
     """
     parameters = _parameters(name)
     has_wrapper = is_chief and is_wrapped(name)
@@ -176,7 +177,7 @@ def call_method(
     }
     if passed.get("callbacks") is not None:  # wrappers add theirs to a list
         passed["callbacks"] = tf.nest.flatten(passed["callbacks"])
-    data = []  # a method of the user's may have other names for them
+    data = []  # the user's override may have other names for them
     for k in itertools.takewhile(passed.__contains__, ("x", "y")):
         data.append(passed.pop(k))
     with calling(model, name, run, others, is_chief):
@@ -192,14 +193,14 @@ def calling(
     others: Callable[..., Any] | None,
     is_chief: bool = True,
 ) -> Iterator[None]:
-    """The context in which `call_method` calls the method; the arguments are its."""
+    """The context in which `call_method` calls the method, with the same arguments."""
     call = _Call(model, name, run, others)
     with overridden([(_thread, "call", call)]), _wrappers_alone(name, is_chief):
         yield
 
 
 class _Call(NamedTuple):
-    """A call of tfmw's, while code of the user's or of a wrapper runs in this thread."""
+    """A call of tfmw while code of the user or of a wrapper runs in this thread."""
 
     model: Any
     name: str
@@ -217,20 +218,20 @@ _thread = _Thread()
 
 @functools.cache
 def _parameters(name: str) -> dict[str, inspect.Parameter]:
-    """The arguments of Keras's method, without the model."""
+    """Parameters of Keras's method, without the model."""
     found = dict(inspect.signature(getattr(Trainer, name)).parameters)
     del found["self"]
     return found
 
 
 def _is(value: Any, default: Any) -> bool:
-    """Whether an argument has its default; arrays do not."""
+    """Whether an argument has its default; false for arrays."""
     simple = isinstance(value, bool | int | float | str)
     return value is default or (simple and type(value) is type(default) and value == default)
 
 
 def _is_within(model: Any, name: str) -> bool:
-    """Whether the model's own method has called tfmw, which then must not call it again."""
+    """Whether the model's override has called tfmw, which then must not call it again."""
     methods = [vars(owner)[name] for owner in _owners(model) if name in vars(owner)]
     codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
     frame = sys._getframe(1) if methods else None
@@ -245,9 +246,9 @@ def _is_within(model: Any, name: str) -> bool:
 
 @contextlib.contextmanager
 def _wrappers_alone(name: str, is_chief: bool) -> Iterator[None]:
-    """Within this context what has replaced a method of `keras.Model` runs on the chief only.
+    """Runs wrappers of a `keras.Model` method on the chief only, in this context.
 
-    So nothing that it calls there may wait for other tasks, except the method itself.
+    So a wrapper must not call anything that waits for other tasks, except the method itself.
     """
     wrapper = vars(keras.Model).get(name)
     if wrapper is None:
@@ -267,7 +268,7 @@ def _wrappers_alone(name: str, is_chief: bool) -> Iterator[None]:
 
 
 def _dispatching(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras's method, or what takes its place in a call of tfmw's in this thread."""
+    """Makes Keras's method call its replacement, if this thread is in a call of tfmw."""
     signature = inspect.signature(own)
 
     @functools.wraps(own)
@@ -278,7 +279,7 @@ def _dispatching(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             if name == "fit" and _now.refuse_fit is not None:
                 _now.refuse_fit()
             return own(self, *args, **kwargs)
-        with overridden([(_thread, "call", None)]):  # what runs within may call Keras's methods
+        with overridden([(_thread, "call", None)]):  # code within may call Keras's methods
             if not is_called and call.others is not None:
                 return call.others(name, self, *args, **kwargs)
             bound = signature.bind(self, *args, **kwargs)
@@ -293,8 +294,8 @@ def _dispatching(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 def _install() -> None:
     """Makes Keras's methods dispatch.
 
-    Libraries may have wrapped them before: so Keras's function remains, and the method in its
-    wrapper for tracebacks is replaced. Those without it nobody wraps.
+    Libraries may have wrapped the methods before. So Keras's function remains, and the method in
+    its wrapper for tracebacks is replaced. No library wraps methods without that wrapper.
     """
     for name in METHODS:
         method: Any = getattr(Trainer, name)

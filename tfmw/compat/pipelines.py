@@ -24,7 +24,8 @@ from tfmw.compat.graph import inputs_first
 INFINITE = -1
 """The length of an infinite pipeline."""
 
-ENDLESS = 1 << 48  # sources that repeat for ever have a length of 2**63, or a batch of it
+# sources that repeat for ever have a length of 2**63, or of its quotient by a batch size
+ENDLESS = 1 << 48
 
 SAME = ("prefetch", "options")
 """Kinds with the elements of their input, in the same order."""
@@ -86,7 +87,8 @@ class Pipeline:
         inputs: dict[tf.data.Dataset, list[tf.data.Dataset]] = {}
 
         def inputs_of(node: tf.data.Dataset) -> list[tf.data.Dataset]:
-            # A `TextLineDataset` reads names of files from a dataset, and does not list it.
+            # A `TextLineDataset` reads names of files from a dataset, but does not list it as an
+            # input.
             inputs[node] = [_in_parts(each) for each in getattr(node, "_impl", node)._inputs()]
             return inputs[node]
 
@@ -201,14 +203,14 @@ class Pipeline:
 
     @functools.cached_property
     def length(self) -> int | None:
-        """The number of elements; INFINITE; None if unknown."""
+        """Number of elements; INFINITE for endless pipelines; None if unknown."""
         cardinality = int(self.dataset.cardinality())
         if cardinality == tf.data.INFINITE_CARDINALITY or cardinality > ENDLESS:
             return None if self._ends_with_choices() else INFINITE
         return None if cardinality < 0 else cardinality
 
     def _ends_with_choices(self) -> bool:
-        """Whether a pipeline that tf.data calls infinite ends with its choices between datasets."""
+        """Whether a pipeline that tf.data calls infinite ends with its choices of datasets."""
         node = self
         while not (node.kind == "repeat" and node.count < 0):
             if node.kind == "choose":
@@ -235,7 +237,7 @@ class Pipeline:
 
     @property
     def batch_size(self) -> int | None:
-        """The size of all batches but the last, if the pipeline has a constant one."""
+        """Size of all batches but the last, if the pipeline has a constant one."""
         node = self.beneath(MOVES)
         return node.size if node.kind == "batch" else self.static_rows
 
@@ -246,7 +248,7 @@ class Pipeline:
 
     @property
     def reads_a_service(self) -> bool:
-        """Whether elements come from tf.data's service."""
+        """Whether elements come from the tf.data service."""
         return any(node.kind.startswith("_DataServiceDataset") for node in self.nodes)
 
     @property
@@ -261,9 +263,9 @@ class Pipeline:
             again |= node.kind in ("repeat", "concatenate") or not node.is_plain
             if again and node.kind == "shuffle":
                 return True
-            again &= node.kind != "cache"  # which reads its input once
+            again &= node.kind != "cache"  # a cache reads its input once
             if not node.inputs and not node.is_plain:
-                return True  # only its graph shows what is in it
+                return True  # only its graph shows its content
             todo.extend((each, again) for each in node.inputs)
         return False
 
@@ -407,9 +409,9 @@ def _eager(tensors: list[tf.Tensor]) -> list[tf.Tensor] | None:
 
 
 def _in_parts(node: tf.data.Dataset) -> tf.data.Dataset:
-    """The `shuffle` and `repeat` that a `shuffle_and_repeat` joins; other nodes as they are.
+    """Splits a `shuffle_and_repeat` into `shuffle` and `repeat`; returns other nodes unchanged.
 
-    Nothing outside of its iterators has the place of a `shuffle_and_repeat` in its orders.
+    Outside of its iterators nothing records the position of a `shuffle_and_repeat` in its orders.
     """
     if not isinstance(node, shuffle_ops._ShuffleAndRepeatDataset):
         return node
@@ -424,7 +426,7 @@ def _in_parts(node: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def without_devices(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The elements on the CPU, of a pipeline that ends in copying them to another device."""
+    """A pipeline whose elements stay on the CPU, without its final copy to another device."""
     node = Pipeline.of(dataset).beneath(SAME).dataset
     copies = isinstance(node, prefetching_ops._CopyToDeviceDataset)
     return without_devices(node._input_dataset) if copies else dataset

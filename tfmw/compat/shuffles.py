@@ -1,18 +1,18 @@
-"""Shuffles of tf.data: the order of a pass from any position on, and the seeds that passes draw.
+"""Shuffles of tf.data: the order of a pass from any position on, and the seeds of passes.
 
     order = ShuffleOrder(1000, length, pair_of_pass([7, 1], number=3))
     for block in order.blocks(start=80_000_000): ...      # int64 [n]: positions in the input
     ShuffleSeeds(shuffle).passes = 3                      # the next pass is the fourth
 
-A shuffle holds `buffer_size` elements. Output t is element j of those held, `j = t + random(t) %
+A shuffle holds `buffer_size` elements. Output t is the buffer's element j with `j = t + random(t) %
 number held`, and element t takes the place of j (tensorflow/core/kernels/data/
-shuffle_dataset_op.cc). Random numbers come from Philox with the pass's two seeds, so that of any
-output can be computed alone. The elements held at output t depend on a few buffers of outputs
-before it, so the cost does not grow with t.
+shuffle_dataset_op.cc). Random numbers come from Philox with the pass's two seeds, so the number of
+any output can be computed alone. The buffer at output t depends on a few buffers of earlier
+outputs, so the cost does not grow with t.
 
-A shuffle with `reshuffle_each_iteration` has a generator, which each pass asks for a pair of seeds.
-The generator belongs to the dataset object, so the order of a pass depends on all passes before it.
-TensorFlow reads and writes its state only as a part of an iterator's (`SaveInternal` and
+A shuffle with `reshuffle_each_iteration` has a generator, from which each pass draws a pair of
+seeds. The generator belongs to the dataset object, so the order of a pass depends on all passes
+before it. TensorFlow reads and writes its state only as a part of an iterator's (`SaveInternal` and
 `RestoreInternal` there).
 """
 
@@ -32,7 +32,7 @@ from tfmw.errors import UsageError
 
 _BLOCK = 1 << 17
 _PHILOX = tf.random.Algorithm.PHILOX.value
-_HISTORY = 16  # buffers of outputs that are computed to know the elements held, at first
+_HISTORY = 16  # length of the simulated history at first, in buffers of outputs
 
 _DRAWN = b"epoch_num_random_samples"
 _PER_PASS = 2  # numbers that a pass draws
@@ -41,12 +41,12 @@ _IGNORE = tf.data.experimental.ExternalStatePolicy.IGNORE.value
 
 
 class ShuffleOrder:
-    """One pass of a shuffle.
+    """The order of one pass of a shuffle.
 
     Args:
-        buffer_size: of the shuffle.
-        length: of its input; None if it is infinite.
-        seeds: the pair of this pass.
+        buffer_size: buffer size of the shuffle.
+        length: number of elements of its input; None if it is infinite.
+        seeds: the pair of seeds of this pass.
     """
 
     def __init__(self, buffer_size: int, length: int | None, seeds: Sequence[int]):
@@ -55,7 +55,7 @@ class ShuffleOrder:
         self._seeds = seeds
 
     def blocks(self, start: int) -> Iterator[np.ndarray]:
-        """Yields the positions of outputs start, start + 1, ... in the input, block by block."""
+        """Yields the input positions of outputs start, start + 1, ..., in blocks."""
         held, end = self._held_at(start), self._length
         while end is None or start < end:
             count = _BLOCK if end is None else min(_BLOCK, end - start)
@@ -64,11 +64,11 @@ class ShuffleOrder:
             start += count
 
     def _held_at(self, start: int) -> np.ndarray:
-        """The contents of positions start, start + 1, ... before output `start`."""
+        """The buffer before output `start`, as input positions."""
         history = _HISTORY * self._buffer
         while True:
             first = max(0, start - history)
-            # What a position has at `first` is not known, unless nothing has moved yet.
+            # The buffer at `first` is unknown, unless nothing has moved yet.
             held = np.full(self._buffer, -1) if first else np.arange(self._buffer)
             while first < start:
                 count = min(max(_BLOCK, self._buffer), start - first)
@@ -79,7 +79,7 @@ class ShuffleOrder:
             history *= 4
 
     def _run(self, first: int, held: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(outputs first, first + 1, ..., the contents of positions from first + count on)."""
+        """(outputs first, first + 1, ..., the buffer after `count` outputs)."""
         numbers = np.arange(count)
         sizes: np.ndarray | int = self._buffer
         stop = first + count + self._buffer
@@ -88,11 +88,11 @@ class ShuffleOrder:
             stop = min(stop, self._length)
         contents = np.concatenate([held, np.arange(first + len(held), stop)])
         chosen = numbers + _random(self._seeds, first, count) % sizes
-        # The output that moved something to each position last; itself does not count.
+        # The output that moved an element to each position last; its own position does not count.
         moved_by = np.full(len(contents), -1)
         moves = chosen != numbers
         moved_by[chosen[moves]] = numbers[moves]
-        # What moves to a position was moved there before, and so on.
+        # The moved element came from an earlier position, and so on.
         root = np.where(moved_by[:count] >= 0, moved_by[:count], numbers)
         while not np.array_equal(further := root[root], root):
             root = further
@@ -112,7 +112,7 @@ def pair_of_pass(seeds: Sequence[int], number: int, reshuffles: bool = True) -> 
 
 @functools.cache
 def has_known_order() -> bool:
-    """Whether the shuffles of this TensorFlow have the order that is computed here."""
+    """Whether this TensorFlow's shuffles have the order that this module computes."""
     shuffle = datasets.shuffled(tf.data.Dataset.range(50), 7, [3, 2**40 + 5], True)
     for number in range(2):
         theirs = [int(i) for i in shuffle]
@@ -154,7 +154,7 @@ def _random(seeds: Sequence[int], first: int, count: int) -> np.ndarray:
         samples = tf.raw_ops.StatelessRandomUniformFullIntV2(
             shape=[first % 4 + count],
             key=[key],
-            counter=[np.uint64(first // 4), high],  # one for four samples
+            counter=[np.uint64(first // 4), high],  # one counter gives four samples
             alg=_PHILOX,
             dtype=tf.uint32,
         )
@@ -162,7 +162,7 @@ def _random(seeds: Sequence[int], first: int, count: int) -> np.ndarray:
 
 
 class ShuffleSeeds:
-    """The seeds of the shuffle that `dataset` ends in.
+    """The seeds of the shuffle at the end of `dataset`.
 
     No element is read: a shuffle opens its input at its first element.
 
@@ -179,12 +179,12 @@ class ShuffleSeeds:
             )
         self._dataset = dataset
         self._iterator = iter(dataset)
-        self._number = 0  # of the shuffle's state, among those of all iterators
+        self._number = 0  # index of the shuffle's state among those of all iterators
         self._set(self._read()[_DRAWN] - _PER_PASS)
 
     @property
     def passes(self) -> int:
-        """How many passes over the shuffle have begun."""
+        """Number of passes over the shuffle that have begun."""
         return self._read()[_DRAWN] // _PER_PASS
 
     @passes.setter
@@ -192,10 +192,10 @@ class ShuffleSeeds:
         self.set(passes)
 
     def set(self, passes: int, now: int | None = None) -> None:
-        """Sets how many passes have begun.
+        """Sets the number of passes that have begun.
 
         Args:
-            now: how many have, if it is known.
+            now: the current number, if it is known.
         """
         missing = passes - (self.passes if now is None else now)
         if 0 <= missing <= _MOST_BEGUN:
@@ -204,7 +204,7 @@ class ShuffleSeeds:
             self._set(passes * _PER_PASS)
 
     def begin(self, passes: int) -> None:
-        """Begins passes that nobody reads; faster than to set their number."""
+        """Begins passes without reading them; faster than setting their number."""
         for _ in range(passes):
             tf.raw_ops.MakeIterator(
                 dataset=self._dataset._variant_tensor, iterator=self._iterator._iterator_resource
@@ -212,7 +212,7 @@ class ShuffleSeeds:
 
     @property
     def pair(self) -> list[int]:
-        """The pair of seeds of an own pass, which every pass has without reshuffles."""
+        """The shuffle's own pair of seeds, which every pass has without reshuffling."""
         state = self._read()
         return [state[b"seed"], state[b"seed2"]]
 
@@ -232,7 +232,7 @@ class ShuffleSeeds:
         )
 
     def _found(self) -> tuple[list[tf.Tensor], int, list[bytes], list[tf.Tensor]]:
-        """(states of all iterators, number of the shuffle's, its names, their int64 values)."""
+        """(states of all iterators, index of the shuffle's state, its names, its int64 values)."""
         states = tf.unstack(
             tf.raw_ops.SerializeIterator(
                 resource_handle=self._iterator._iterator_resource, external_state_policy=_IGNORE
@@ -258,13 +258,13 @@ def _proto(tensor: tf.Tensor) -> Any:
 
 
 def _variant(scalar: tf.Tensor) -> Any:
-    """VariantTensorDataProto of a scalar, which its size in bytes precedes, as a varint."""
+    """VariantTensorDataProto of a scalar, after its size in bytes as a varint."""
     content = _proto(scalar).tensor_content
     begin = next(i for i, byte in enumerate(content) if byte < 0x80) + 1
     return tensor_pb2.VariantTensorDataProto.FromString(content[begin:])
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (iterator_ops.OwnedIterator, "_create_iterator"),  # which sets _iterator_resource
+    (iterator_ops.OwnedIterator, "_create_iterator"),  # this method sets _iterator_resource
     (tf.data.Dataset, "_variant_tensor"),
 ]

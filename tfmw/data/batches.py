@@ -32,8 +32,8 @@ def map_elements(
 def without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The same elements, with None for each `tf.experimental.Optional`.
 
-    Keras's adapters put empty ones where a generator yields None, and Keras's steps take them for
-    None, too.
+    Keras's adapters put empty optionals where a generator yields None, and Keras's steps treat them
+    as None, too.
     """
     if not any(isinstance(spec, tf.OptionalSpec) for spec in tf.nest.flatten(dataset.element_spec)):
         return dataset
@@ -45,7 +45,7 @@ def without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def map_tensors(function: Callable[[Any], Any], structure: Any) -> Any:
-    """`function` of every tensor (or spec) of a structure; None, an input left out, stays None."""
+    """Applies `function` to each tensor (or spec) of a structure; None stays None."""
     return tf.nest.map_structure(lambda t: None if t is None else function(t), structure)
 
 
@@ -66,7 +66,7 @@ def rows_of(tensor: Any) -> tf.Tensor:
 def rows_from(tensor: Any, start: int, step: int) -> Any:
     """Rows start, start + step, ... of a tensor; the first row if there are none of them.
 
-    A tensor without rows stays one.
+    A tensor without rows stays without rows.
     """
     rows = rows_of(tensor)
     begin = tf.where(start < rows, np.int64(start), np.int64(0))
@@ -77,9 +77,9 @@ def rows_from(tensor: Any, start: int, step: int) -> Any:
 
 
 def parts_of(batch: Any, sharding: Sharding) -> tuple[tuple[Any, ...], tf.Tensor]:
-    """A global batch -> (a part for each local replica, int64 [L] how many examples each has).
+    """A global batch -> (a shard for each local replica, int64 [L], its number of examples).
 
-    Example i goes to replica i mod R; a replica without an example gets the first one.
+    Example i goes to replica i mod R; a replica without an example gets a copy of the first one.
     """
     total = examples_of(batch)
     if sharding.replicas == 1:
@@ -107,7 +107,7 @@ def gather_rows(tensor: Any, rows: tf.Tensor) -> Any:
     """Rows of a dense, ragged or sparse tensor.
 
     Args:
-        rows: int64 [n], the numbers of the rows, in the order of the result; each once.
+        rows: int64 [n], distinct row indices, in the order of the result.
     """
     if not isinstance(tensor, tf.SparseTensor):
         return tf.gather(tensor, rows)
@@ -128,7 +128,7 @@ def gather_rows(tensor: Any, rows: tf.Tensor) -> Any:
 
 
 def zeros(spec: Any, rows: int) -> Any:
-    """A batch of zeros of this spec: of 0 or 1 rows, as are dimensions that are not known."""
+    """A batch of zeros of this spec; unknown dimensions have size `rows` (0 or 1), too."""
 
     def leaf(s: Any) -> Any:
         if isinstance(s, tf.RaggedTensorSpec) and s.ragged_rank:
@@ -147,15 +147,15 @@ def zeros(spec: Any, rows: int) -> Any:
 
 
 def filled(steps: tf.data.Dataset, spec: Any, whole: bool = False) -> tf.data.Dataset:
-    """The same steps; parts without rows get the first one of the last part that had some.
+    """Replaces empty shards by the first row of the last shard that had examples.
 
-    A model may check its inputs, and rely on dimensions that its batches choose. Before the first
-    example there are zeros.
+    A model may check its inputs, and rely on dimensions that its batches determine. Before the
+    first example the shards have zeros.
 
     Args:
         steps: elements (parts, counts): a batch for each local replica, and int64 [L].
-        spec: of a batch.
-        whole: whether they get all rows of that part.
+        spec: spec of a batch.
+        whole: whether empty shards get all rows of that shard.
     """
     specs = tf.nest.flatten(spec)
 
@@ -184,15 +184,15 @@ def filled(steps: tf.data.Dataset, spec: Any, whole: bool = False) -> tf.data.Da
 
 
 def _components(tensors: list[Any]) -> tuple[tf.Tensor, ...]:
-    """The dense tensors that they consist of."""
+    """Dense tensors that make up these tensors."""
     return tuple(tf.nest.flatten(tensors, expand_composites=True))
 
 
-_FIRST_ONLY = 1 << 62  # a step beyond all rows
+_FIRST_ONLY = 1 << 62  # a step larger than any number of rows
 
 
 def _either(condition: tf.Tensor, one: Any, other: Any) -> Any:
-    """One of two tensors, whose rows may differ in number."""
+    """Selects one of two tensors, which may differ in their number of rows."""
     out = tf.cond(condition, lambda: one, lambda: other)
     if isinstance(out, tf.Tensor):
         out.set_shape([None, *one.shape[1:]])
@@ -220,6 +220,7 @@ def configured(
     if not tuned:
         options.autotune.enabled = False
     if read_ahead is False:
-        options.experimental_optimization.apply_default_optimizations = False  # which read ahead
+        # the default optimizations would read ahead
+        options.experimental_optimization.apply_default_optimizations = False
     dataset = dataset.with_options(options)
     return dataset.prefetch(tf.data.AUTOTUNE) if read_ahead else dataset

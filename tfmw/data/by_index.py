@@ -1,8 +1,8 @@
 """Sources with an index: rows of Python sources, pipelines by indices of examples, zips of them.
 
-`shuffle`, `repeat`, `take`, `skip` and a cache in memory do not look at elements. So their order is
-that of a pipeline of indices, and only a worker's own examples are ever copied or read, a batch of
-them at once.
+`shuffle`, `repeat`, `take`, `skip` and a cache in memory do not read the content of elements. So
+their order is that of a pipeline of indices. A worker copies or reads only its own examples, a
+batch of them at once.
 
 `zip` and `map` do not move elements. So a pipeline of them over arrays is a function of an index:
 workers select indices in place of elements, and a shuffle above is a shuffle of indices. Over other
@@ -27,10 +27,10 @@ from tfmw.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A source that gives the rows of many indices."""
+    """A source that returns the rows of many indices at once."""
 
-    read: Callable[[Sequence[int]], Any]  # -> structure of arrays [number of indices, ...]
-    spec: Any  # structure of tf.TensorSpec, of one row
+    read: Callable[[Sequence[int]], Any]  # indices -> structure of arrays [number of indices, ...]
+    spec: Any  # structure of tf.TensorSpec for one row
     in_threads: bool = False  # whether several threads may call `read`
 
     def examples(self, indices: tf.Tensor) -> Any:
@@ -48,13 +48,13 @@ class Rows:
 
     @property
     def parallel(self) -> dict[str, Any]:
-        """The options of `map` for a function that reads."""
+        """Options of `map` for a function that reads rows."""
         calls = tf.data.AUTOTUNE if self.in_threads else None
         return {"num_parallel_calls": calls, "deterministic": True if self.in_threads else None}
 
 
 def from_index(source: Any, *, in_threads: bool = False) -> tf.data.Dataset:
-    """The rows of a source with an index, one by one.
+    """Creates a dataset of the rows of a source with an index.
 
         rows = tfmw.data.from_index(datasets.load_from_disk("reviews"))
         train = rows.map(lambda row: (row["pixels"], row["label"])).shuffle(10_000).batch(64)
@@ -89,7 +89,8 @@ def from_index(source: Any, *, in_threads: bool = False) -> tf.data.Dataset:
     def row(index: tf.Tensor) -> Any:
         return tf.nest.map_structure(lambda t: t[0], rows.examples(index[None]))
 
-    length = min(length, 1 << 60)  # of a source that repeats for ever: sums of it are no overflow
+    # limits a source that repeats for ever, so that sums of lengths do not overflow
+    length = min(length, 1 << 60)
     dataset = tf.data.Dataset.range(length).map(without_autograph(row), **rows.parallel)
     dataset._tfmw_rows = rows
     return dataset
@@ -102,7 +103,7 @@ def rows_under(pipeline: Pipeline) -> Rows | None:
 
 
 def _reader(source: Any, first: Any) -> Callable[[Sequence[int]], Any]:
-    if isinstance(first, dict) and hasattr(source, "with_format"):  # of Hugging Face
+    if isinstance(first, dict) and hasattr(source, "with_format"):  # a dataset of Hugging Face
         return _reader_of_hugging_face(source, first)
     if hasattr(source, "columns_at"):
         return source.columns_at
@@ -186,14 +187,14 @@ class Indexed:
     def of(cls, pipeline: Pipeline) -> Indexed | None:
         """Separates indices from examples; None for pipelines that do anything else."""
         node, passed = peeled(pipeline, lambda n: n.kind in MOVES or n.is_memory_cache)
-        # A cache of arrays, which are in memory, changes nothing.
+        # A cache of arrays, which are in memory, has no effect.
         chain = [each for each in passed if not each.is_memory_cache]
         cached = itertools.dropwhile(lambda n: not n.is_memory_cache, passed)
         if any(each.kind == "shuffle" for each in cached):
             return None  # every pass has the order of the first one
         if rows_under(node) is not None:
             if len(chain) < len(passed):
-                return None  # reading again is what the cache saves
+                return None  # the cache is there to avoid reading again
         elif node.sliced_tensors is None:
             return None
         indices = tf.data.Dataset.range(int(node.dataset.cardinality()))
@@ -203,7 +204,7 @@ class Indexed:
 
     @property
     def rows(self) -> Rows | None:
-        """The source's rows; None of arrays."""
+        """The source's rows; None for arrays."""
         return rows_under(self.source)
 
     def examples(self, indices: tf.Tensor) -> Any:
@@ -213,7 +214,7 @@ class Indexed:
 
 
 def peeled(node: Pipeline, passes: Callable[[Pipeline], bool]) -> tuple[Pipeline, list[Pipeline]]:
-    """A pipeline without the nodes at its end that `passes`, and without zips that can be `joined`.
+    """Splits off the nodes at the end of a pipeline that `passes`, and `joined` zips.
 
     Returns:
         (the remaining pipeline, the removed nodes, the last one first).
@@ -274,13 +275,13 @@ def joined(pipeline: Pipeline) -> Pipeline | None:
 
 
 def has_index(leaf: Pipeline) -> bool:
-    """Whether `element_at` has the elements of a source."""
+    """Whether `element_at` supports a source."""
     known = leaf.sliced_tensors, leaf.repeated_tensors
     return leaf.kind == "range" or any(tensors is not None for tensors in known)
 
 
 def element_at(leaf: Pipeline, index: tf.Tensor) -> Any:
-    """The element of a source at an index, int64 []; of arrays also those at indices [k]."""
+    """The element of a source at an index, int64 []; for arrays also those at indices [k]."""
     if leaf.kind == "range":
         start, _, step, kind = leaf.range
         return tf.cast(start + index * step, kind)

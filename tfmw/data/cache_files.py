@@ -1,4 +1,4 @@
-"""Files of caches: each of several workers writes its own, as two writers of one file fail."""
+"""Cache files of each worker, as two writers of one file fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def own_file(file: str, group: Group) -> str:
     """This worker's file, such as "train.worker-1-of-2". All workers must call it.
 
     A user's file that is complete on all workers is read by all. Before the first use in a process,
-    what killed workers left is removed; workers have files in one order only if all are complete.
+    the files of killed workers are removed. Files of several workers have the same order only if
+    all are complete.
     """
     own = f"{file}.worker-{group.rank}-of-{group.size}"
     index, lock = f"{own}.index", f"{own}_0.lockfile"  # kernels/data/cache_dataset_ops.cc

@@ -1,4 +1,4 @@
-"""Whether all workers pass the same dataset, compared before the first step.
+"""Comparison of the workers' datasets before the first step.
 
 tfmw shards one global dataset. If each worker passed its own part (`dataset.shard(n, i)`, a file
 per worker, different arrays), most examples would never be read. So workers compare a description
@@ -33,11 +33,11 @@ from tfmw.data.values import Sharding
 from tfmw.errors import UsageError
 
 _VALUES = 16  # captured arrays with fewer values are not compared
-_COMPARED = 1 << 16  # values of an array, evenly spaced
+_COMPARED = 1 << 16  # most values of an array that are compared, evenly spaced
 _FILES = 8  # number of files opened
 _FIRST_BYTES = 4096  # bytes compared of a file
 _TOLERANCE = 1e-3  # hosts may round differently
-TOLERANCE_OF_SKETCHES = 1e-5  # of the norm of what is sketched
+TOLERANCE_OF_SKETCHES = 1e-5  # relative to the norm of the sketched values
 _WEIGHTS = np.random.default_rng(0).uniform(-1, 1, _COMPARED)
 
 
@@ -65,7 +65,7 @@ def refuse_different(x: Any, gather: Callable[[Any], list[Any]]) -> None:
 
 
 def _difference(a: list[Any], b: list[Any]) -> tuple[str, str] | None:
-    """The first item in which two descriptions differ, as text."""
+    """The first item in which two descriptions differ, as (its description, the difference)."""
     for (what, value), (other_what, other) in zip(a, b, strict=False):
         if what != other_what or not _equal(value, other):
             return f"{what} is {_short(value)}", f"{other_what} is {_short(other)}"
@@ -128,7 +128,7 @@ def _described_function(bodies: list[Any], captured: list[Any]) -> Iterator[tupl
 
 
 def _numpy(tensor: tf.Tensor) -> Any:
-    """The value of a tensor, without a copy where possible."""
+    """The value of a tensor, without a copy if possible."""
     try:
         return np.asarray(memoryview(tensor))
     except (TypeError, ValueError, BufferError):
@@ -156,8 +156,8 @@ def _array(array: np.ndarray) -> list[Any]:
 def sketch(array: Any, most: int = _COMPARED) -> tuple[float, float]:
     """(a random projection of an array's values, the sum of their squares).
 
-    Two arrays with the same values in another order, or with other values, have other projections;
-    values that are rounded differently have nearly the same.
+    Arrays with other values, or with the same in another order, have different projections. Values
+    that are rounded differently have nearly the same projection.
     """
     numbers = _numbers(_some(np.asarray(array), most))
     return float(numbers @ _WEIGHTS[: len(numbers)]), float(numbers @ numbers)
@@ -172,7 +172,7 @@ def _some(array: np.ndarray, most: int = _COMPARED) -> np.ndarray:
 
 
 def _numbers(values: np.ndarray) -> np.ndarray:
-    """float64 [n]: real values on a scale of logarithms; hashes of integers and strings."""
+    """float64 [n]: real values on a logarithmic scale; hashes of integers and strings."""
     if values.dtype.kind in "OSU":
         texts = (v if isinstance(v, bytes) else str(v).encode(errors="replace") for v in values)
         values = np.fromiter(map(zlib.crc32, texts), np.int64, len(values))
@@ -182,7 +182,7 @@ def _numbers(values: np.ndarray) -> np.ndarray:
     if values.dtype.kind == "c":
         values = values.real + values.imag
     reals: np.ndarray = np.nan_to_num(values.astype(np.float64), nan=0.3, posinf=0.6, neginf=-0.6)
-    return np.arcsinh(reals)  # large ones do not hide the others
+    return np.arcsinh(reals)  # so that large values do not hide others
 
 
 def _strings(array: np.ndarray) -> list[Any]:

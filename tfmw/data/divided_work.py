@@ -1,10 +1,10 @@
-"""The work of a `PyDataset`, divided: each batch is computed by one worker, and sent to the others.
+"""Divided batches of a `PyDataset`: one worker computes each and sends it to the others.
 
-This is for datasets whose batches Keras's threads compute at the same time, in any order
-(`workers=2` or more): a batch depends on its index alone, whoever computes it. So a worker that
-cannot have a batch from its owner computes it: the owner is lost, or has gone on to another epoch,
-or the batch holds more than arrays. Where the first batches draw random numbers from Python's or
-NumPy's generators, every worker computes all batches, and draws as one process does.
+This is for datasets whose batches Keras's threads compute concurrently, in any order (`workers=2`
+or more). A batch then depends on its index alone, so any worker can compute it. A worker computes a
+batch itself if it cannot get it from its owner: the owner is lost, or is in another epoch, or the
+batch holds more than arrays. If the first batches draw random numbers from Python's or NumPy's
+generators, every worker computes all batches, and draws as one process does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfmw.data.random_state import random_state
 
 logger = logging.getLogger("tfmw")
 
-Key = tuple[int, int]  # (number of the epoch, index of the batch)
+Key = tuple[int, int]  # (index of the epoch, index of the batch)
 
 
 class BatchExchange:
@@ -38,7 +38,7 @@ class BatchExchange:
         self._key = key
         listener = sockets.listen(host)
         self.port: int = listener.getsockname()[1]
-        self.peers: list[tuple[str, int]] = []  # of every worker, in order of rank
+        self.peers: list[tuple[str, int]] = []  # (host, port) of every worker, in order of rank
         self._idle: dict[int, queue.SimpleQueue[wire.Connection]] = {}
         self._unreachable: set[int] = set()
         self._datasets: weakref.WeakValueDictionary[int, DividedBatches] = (
@@ -49,14 +49,14 @@ class BatchExchange:
         self._server = wire.Server(listener, key, self._serve, "tfmw-batches")
 
     def add(self, dataset: DividedBatches) -> None:
-        """Serves the batches of a dataset, as long as it exists."""
+        """Serves the batches of a dataset, as long as the dataset exists."""
         with self._changed:
             self._newest = dataset.number
             self._datasets[dataset.number] = dataset
             self._changed.notify_all()
 
     def fetch(self, owner: int, number: int, key: Key) -> list[np.ndarray] | None:
-        """The arrays of a batch from the worker that computes it; None if they cannot be had."""
+        """The arrays of a batch from the worker that computes it; None if not available."""
         if owner in self._unreachable:
             return None
         idle = self._idle.setdefault(owner, queue.SimpleQueue())
@@ -94,7 +94,8 @@ class BatchExchange:
                 idle.get().close()
 
     def _serve(self, peer: socket.socket) -> None:
-        # Any error ends the connection: the other worker computes the batch, and meets it, too.
+        # Any error ends the connection: the other worker computes the batch, and gets the same
+        # error.
         with (
             contextlib.suppress(Exception),
             contextlib.closing(wire.Connection(peer)) as connection,
@@ -113,7 +114,7 @@ class BatchExchange:
 
 
 class DividedBatches:
-    """The batches of one dataset: batch i is computed by worker i mod N."""
+    """The batches of one dataset, of which worker i mod N computes batch i."""
 
     def __init__(
         self,
@@ -123,19 +124,20 @@ class DividedBatches:
         compute: Callable[[int], Any],
         most_kept: int,
     ):
-        self.number = number  # from 1; the same on all workers, and greater than those before
+        self.number = number  # from 1; the same on all workers, and greater than earlier ones
         self._exchange, self._rank, self._compute = exchange, rank, compute
-        self._most_kept = most_kept  # for workers that are behind; they compute older ones
-        self._like: Any = None  # a batch, with the structure of all
+        # for workers that are behind; they compute older batches themselves
+        self._most_kept = most_kept
+        self._like: Any = None  # a batch, which has the structure of all batches
         self._draws = False
         self._epoch = 0
         self._batches: dict[Key, Future[Any]] = {}
-        self._taken: dict[Key, int] = {}  # by how many workers
+        self._taken: dict[Key, int] = {}  # batch -> number of workers that have fetched it
         self._changed = threading.Condition()
         exchange.add(self)
 
     def begin_epoch(self) -> None:
-        """Begins an epoch: batches of earlier ones are not served any more."""
+        """Begins an epoch, and stops serving batches of earlier epochs."""
         with self._changed:
             self._epoch += 1
             self._batches.clear()
@@ -143,7 +145,7 @@ class DividedBatches:
             self._changed.notify_all()
 
     def __getitem__(self, index: int) -> Any:
-        if not self._epoch:  # Keras looks at the first batches
+        if not self._epoch:  # Keras reads the first batches
             before = random_state()
             self._like = self._compute(index)
             self._draws |= random_state() != before
@@ -161,7 +163,7 @@ class DividedBatches:
         return keras.tree.pack_sequence_as(self._like, arrays)
 
     def for_peer(self, key: Key) -> list[np.ndarray] | None:
-        """The arrays of a batch for another worker; None of another epoch, and of other values."""
+        """The arrays of a batch for another worker; None for another epoch or other values."""
         with self._changed:
             self._changed.wait_for(lambda: key[0] <= self._epoch)
             if key[0] != self._epoch or self._draws:
@@ -175,7 +177,7 @@ class DividedBatches:
         return None if any(leaf is None for leaf in leaves) else leaves  # type: ignore[return-value]
 
     def _own(self, key: Key) -> Any:
-        """A batch that this worker computes, once; kept until all workers have it."""
+        """A batch that this worker computes once, and keeps until all workers have it."""
         with self._changed:
             future = self._batches.get(key)
             is_first = future is None
@@ -197,7 +199,7 @@ class DividedBatches:
 
 
 def _array(leaf: Any) -> np.ndarray | None:
-    """A leaf as an array; None if that could change it."""
+    """A leaf as an array; None if the conversion could change it."""
     array = leaf.numpy() if hasattr(leaf, "numpy") else leaf
     plain = isinstance(array, np.ndarray | np.generic) and array.dtype.kind in "biufc"
     return np.asarray(array) if plain and array.dtype.isbuiltin == 1 else None
@@ -210,7 +212,7 @@ _numbers = 0
 
 
 def divided(compute: Callable[[int], Any], group: Group, most_kept: int) -> DividedBatches:
-    """The batches that `compute` returns, divided between all workers, each of which calls this."""
+    """Divides the batches that `compute` returns between all workers, each of which calls this."""
     global _exchange, _numbers
     if _exchange is None:
         joined = membership.joined()

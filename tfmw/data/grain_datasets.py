@@ -1,4 +1,4 @@
-"""Grain's datasets: by index if Grain has one, otherwise from a state of their iterator.
+"""Grain's datasets, read by index if Grain has one, otherwise from a state of their iterator.
 
     dataset = by_index(grain.MapDataset.source(rows).shuffle(seed=1).batch(64))   # tf.data.Dataset
     batches = GrainHooks(loader)                                                  # by its states
@@ -25,20 +25,21 @@ from tfmw.errors import UsageError
 
 logger = logging.getLogger("tfmw")
 
-_STATES = 1024  # batches that a pipeline may have read ahead
+_STATES = 1024  # most batches that a pipeline may have read ahead
 
 
 def is_grain(x: Any) -> bool:
-    """Whether `x` is a dataset or loader of Grain's."""
+    """Whether `x` is a dataset or loader of Grain."""
     grain = sys.modules.get("grain")
     kinds = (getattr(grain, name, None) for name in ("MapDataset", "IterDataset", "DataLoader"))
     return isinstance(x, tuple(kind for kind in kinds if kind is not None))
 
 
 def by_index(x: Any) -> tf.data.Dataset | None:
-    """The batches of a dataset of Grain's, by their index, or from rows by those of rows.
+    """The batches of a Grain dataset by their index, or by the index of their rows.
 
-    None if Grain has no index for them: after a filter, in other processes, in most iterators.
+    Returns None if Grain has no index for them: after a filter, in other processes, in most
+    iterators.
     """
     try:
         found = _rows_of(x)
@@ -47,7 +48,8 @@ def by_index(x: Any) -> tf.data.Dataset | None:
             return from_index(source, in_threads=True).batch(batch[0], batch[1])
         source = _map_dataset(x)
         return None if source is None else from_index(source, in_threads=True)
-    except (AttributeError, KeyError, UsageError):  # of another Grain; rows that are no arrays
+    # another version of Grain, or rows that are no arrays
+    except (AttributeError, KeyError, UsageError):
         return None
 
 
@@ -88,7 +90,7 @@ def _stacks(batch_fn: Any) -> bool:
 
 def _rows_of_loader(loader: Any) -> tuple[Any, tuple[int, bool]] | None:
     transforms = sys.modules["grain"].transforms
-    if loader.multiprocessing_options.num_workers:  # which interleave their batches
+    if loader.multiprocessing_options.num_workers:  # worker processes interleave their batches
         return None
     *maps, last = loader._operations or [None]
     if not isinstance(last, transforms.Batch) or last.batch_fn is not None:
@@ -102,7 +104,7 @@ def _rows_of_loader(loader: Any) -> tuple[Any, tuple[int, bool]] | None:
 
 
 class _LoaderRows:
-    """The elements of a loader before its batches: the sampler's records, mapped one by one."""
+    """The elements of a loader before batching: the sampler's records, mapped one by one."""
 
     def __init__(self, records: Any, maps: Sequence[Any]):
         self._records, self._maps = records, maps
@@ -120,7 +122,7 @@ class _LoaderRows:
 
 
 class GrainHooks(EpochHooks):
-    """The batches of an IterDataset or DataLoader, which each worker reads, and the states."""
+    """Hooks for an IterDataset or DataLoader, which each worker reads, with its states."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset
@@ -128,7 +130,7 @@ class GrainHooks(EpochHooks):
         self._restored: str | None = None
 
     def batches(self, signature: Any, start: int = 0) -> tf.data.Dataset:
-        """The batches from `start` on; `signature` is the structure of tf.TypeSpec of one."""
+        """The batches from `start` on; `signature` is the structure of tf.TypeSpec for a batch."""
         return tf.data.Dataset.from_generator(
             lambda: self._read(start), output_signature=signature
         ).prefetch(tf.data.AUTOTUNE)
@@ -152,7 +154,7 @@ class GrainHooks(EpochHooks):
             state = batches.get_state()
             self._states[number] = state.decode() if is_text else json.dumps(state)
         except (AttributeError, NotImplementedError, TypeError, ValueError):
-            pass  # a resumed run reads the batches before again, and says so
+            pass  # a resumed run reads the earlier batches again, and logs that
 
     def state(self, batches: int) -> Any:
         return self._states.get(batches)

@@ -1,4 +1,4 @@
-"""One order on all workers: the same seeds everywhere, and parallel transformations in order.
+"""The same order on all workers: equal seeds, and deterministic parallel transformations.
 
 Every worker selects its shard from its own copy of the pipeline, so all copies must yield the same
 elements in the same order. Shuffles use the chief's seeds; the chief draws one for a shuffle
@@ -79,7 +79,7 @@ def reshuffles_of(pipeline: Pipeline) -> ShuffleProgress:
 
 
 def _seeds(shuffle: Pipeline) -> list[int] | None:
-    """The seeds of a shuffle, also if it has drawn the seeds of its only order by itself."""
+    """The seeds of a shuffle, even those that it has drawn for its only order."""
     pair = shuffle.seeds
     if pair is not None and not any(pair) and not shuffle.reshuffles:
         return ShuffleSeeds(shuffle.original).pair
@@ -160,9 +160,9 @@ def _own_generators(
     """Gives each shuffle of a graph another generator; returns (user's, new) shuffles with them.
 
     Args:
-        own: by the name of a node, its generator and whether it reshuffles.
-        seeds: by the name of a node.
-        caches: by the name of a node, the cache above it.
+        own: name of a node -> (its generator, whether it reshuffles).
+        seeds: name of a node -> its seeds.
+        caches: name of a node -> the cache above it.
     """
     pairs: dict[str, Reshuffled] = {}
     for name, (handle, again) in own.items():
@@ -181,14 +181,14 @@ def _own_generators(
 
 
 def _caches_above(nodes: Any) -> dict[str, str]:
-    """By the name of a node of a graph, a name for the lowest cache above it."""
+    """Name of a node of a graph -> a name for the lowest cache above it."""
     by_name = {node.name: node for node in nodes}
 
     def inputs(name: str) -> list[str]:
         return [i.lstrip("^").split(":")[0] for i in by_name[name].input]
 
     found: dict[str, str] = {}
-    for node, memory in _caches(nodes):  # inputs are first in it
+    for node, memory in _caches(nodes):  # a graph lists inputs first
         source, file, _ = inputs(node.name)
         names = by_name[file].attr["value"].tensor.string_val
         cache = (names and names[0].decode()) or name_of(memory)
@@ -206,9 +206,9 @@ def _caches(nodes: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _use_own_caches(graph: Any, pipeline: Pipeline, order: SharedOrder) -> bool:
-    """Gives caches files of their own, and memory, as long as the user's dataset lives.
+    """Gives caches their own files, and memory, for the lifetime of the user's dataset.
 
-    A loop of the user's may have filled the user's on some workers only, or in several orders.
+    A loop of the user may have filled the user's caches on some workers only, or in several orders.
     Returns whether there are caches.
     """
     memories = {}

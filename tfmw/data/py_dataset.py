@@ -1,8 +1,9 @@
-"""A `PyDataset` of the user's, read in Keras's order by every worker.
+"""A user's `PyDataset`, read in Keras's order by every worker.
 
 Keras shuffles the batches with Python's generator when a pass begins. Hooks of the dataset often
-shuffle too, with Python's or NumPy's. Every worker reads the same batches, so all of them begin a
-pass with the chief's generators, and leave their own as Keras leaves the chief's.
+shuffle too, with Python's or NumPy's generator. Every worker must read the same batches. So all
+workers begin a pass with the state of the chief's generators, and end it with the state that Keras
+would leave.
 
 A dataset with `workers=2` or more is divided: see `divided_work.py`.
 """
@@ -27,11 +28,11 @@ from tfmw.data.random_state import (
 )
 from tfmw.data.values import EpochHooks
 
-_MOST_THREADS = 16  # each of which has a whole batch
+_MOST_THREADS = 16  # each thread holds a whole batch
 
 
 class OrderedPyDataset(keras.utils.PyDataset):
-    """The user's dataset in the order of the current pass; before the first one in its own."""
+    """The user's dataset in the order of the current pass; at first in its own order."""
 
     def __init__(self, dataset: keras.utils.PyDataset, shuffle: Any):
         super().__init__(
@@ -44,9 +45,9 @@ class OrderedPyDataset(keras.utils.PyDataset):
         self._divided: DividedBatches | None = None
         self._start = 0
         self._begun = self._draws = False
-        self.looked_at: list[Any] = []  # batches, before the first pass
+        self.looked_at: list[Any] = []  # batches that were read before the first pass
         self.shuffled = bool(shuffle) and dataset.num_batches is not None
-        self.drawn_from: Any = None  # Python's state from which the order was drawn
+        self.drawn_from: Any = None  # state of Python's generator from which the order was drawn
 
     @property
     def num_batches(self) -> int | None:
@@ -70,7 +71,7 @@ class OrderedPyDataset(keras.utils.PyDataset):
         return self._draws and (self.workers > 1 or self.use_multiprocessing)
 
     def start_at(self, index: int) -> None:
-        """Sets the first batch of a pass; `num_batches` are left from there on."""
+        """Sets the first batch of a pass; `num_batches` batches remain from there on."""
         self._start = index
 
     def _compute(self, index: int) -> Any:
@@ -83,14 +84,15 @@ class OrderedPyDataset(keras.utils.PyDataset):
         if self._divided is not None or group.size == 1 or not in_threads:
             return
         self._group = group
-        # As many threads as there were compute at a time: the others wait for other workers.
+        # The number of threads that compute at a time is unchanged: the others wait for other
+        # workers.
         self.workers = max(threads, min(threads * group.size, _MOST_THREADS))
         self.max_queue_size = max(self._dataset.max_queue_size, self.workers)
-        # No worker is further behind another one.
+        # No worker is further behind another one than this.
         self._divided = divided(self._compute, group, self.max_queue_size + self.workers)
 
     def begin_epoch(self) -> None:
-        """Call it before batches of another epoch are read."""
+        """Begins an epoch; call it before batches of another epoch are read."""
         self._begun = True
         self.looked_at.clear()
         if self._divided is not None:
@@ -100,7 +102,7 @@ class OrderedPyDataset(keras.utils.PyDataset):
         self._dataset.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        if self._divided is not None:  # a batch may have drawn
+        if self._divided is not None:  # the first batch may have drawn random numbers
             share_random_state(self._group)
         self._dataset.on_epoch_end()
 
@@ -129,7 +131,7 @@ class OrderedPyDataset(keras.utils.PyDataset):
 
 
 class PyDatasetHooks(EpochHooks):
-    """The calls of a `PyDataset`, through its adapter, which is Keras's."""
+    """Hooks for a `PyDataset`, called through Keras's adapter."""
 
     def __init__(self, dataset: OrderedPyDataset, adapter: Any, group: Group):
         self._dataset, self._adapter, self._group = dataset, adapter, group
@@ -155,7 +157,7 @@ class PyDatasetHooks(EpochHooks):
             self._dataset.start_at(0)
             share_random_state(self._group)
         threads = datasets.has_own_readers(self._adapter)
-        if threads:  # which begin to read in the hook, in another order in each epoch
+        if threads:  # threads begin to read in the hook, in another order in each epoch
             self._dataset.draw()
         self._dataset.begin_epoch()
         self._adapter.on_epoch_begin()

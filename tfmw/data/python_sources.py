@@ -1,7 +1,7 @@
-"""Data that Python code of every worker makes: generators, `from_generator`, a `PyDataset`.
+"""Data from Python code on every worker: generators, `from_generator`, a `PyDataset`.
 
-Each worker runs the code itself, and keeps its rows of each batch. So all workers must make the
-same elements: they begin with the chief's states of Python's and NumPy's global generators, and
+Each worker runs the code itself, and keeps its rows of each batch. So all workers must create the
+same elements. They begin with the chief's states of Python's and NumPy's global generators, and
 compare sketches of the elements that they have read. These differ if the code draws its order, or
 values, from a generator of its own without a seed.
 """
@@ -22,10 +22,10 @@ from tfmw.data.comparison import TOLERANCE_OF_SKETCHES, sketch
 from tfmw.data.values import EpochHooks
 from tfmw.errors import UsageError
 
-_ALL = 64  # elements of a pass that are all sketched; of later ones each `_SOME`th
+_ALL = 64  # Every one of the first elements of a pass is sketched; later, each `_SOME`th.
 _SOME = 16
-_PASSES = 2  # that are compared
-_VALUES = 1 << 12  # of an array of an element
+_PASSES = 2  # number of passes that are compared
+_VALUES = 1 << 12  # number of values compared per array of an element
 
 Marks = dict[int, tuple[float, float]]  # number of elements -> the sketch of all of them
 
@@ -37,10 +37,10 @@ class Journal:
         self.sources = 0
         self._lock = threading.Lock()
         self._passes: dict[tuple[int, int], _Pass] = {}
-        self._numbers: dict[int, dict[int, int]] = {}  # of each source: iterator -> number
+        self._numbers: dict[int, dict[int, int]] = {}  # source -> {iterator: index of the pass}
 
     def watch(self, dataset: tf.data.Dataset) -> None:
-        """Notes the elements of each `from_generator` of a pipeline."""
+        """Records the elements of each `from_generator` of a pipeline."""
         self.sources += watch_generators(dataset, self.note, self.sources)
 
     def note(self, source: int, iterator: int, arrays: Sequence[Any]) -> None:
@@ -58,7 +58,7 @@ class Journal:
     def refuse_other_elements(self, group: Group) -> None:
         """Raises UsageError on every worker if workers have read other elements; all must call it.
 
-        Only what all of them have read is compared: some have read further.
+        The comparison covers only elements that all workers have read, as some have read further.
         """
         if group.size == 1 or not self.sources:
             return
@@ -84,7 +84,7 @@ class Journal:
 
 
 class _Pass:
-    """The sketch of the elements of one pass, kept at some of their numbers."""
+    """The sketch of the elements of one pass, stored at some element counts."""
 
     def __init__(self) -> None:
         self.marks: Marks = {}
@@ -93,7 +93,7 @@ class _Pass:
     def add(self, arrays: Sequence[Any]) -> None:
         self._count = count = self._count + 1
         if count <= _ALL or count % _SOME == 0:
-            factor = 1 + count * 0.618034 % 1  # so that the order of elements counts
+            factor = 1 + count * 0.618034 % 1  # the order of elements affects the sketch
             for place, array in enumerate(arrays, start=1):
                 own, squares = sketch(array, _VALUES)
                 self._sum += factor * place * own
@@ -108,10 +108,11 @@ def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 
 class GeneratorHooks(EpochHooks):
-    """A Python generator, read once, which is left at the same place on all workers.
+    """Hooks for a Python generator, read once, which stops at the same place on all workers.
 
     Args:
-        adapter: Keras's, which has read the first batches, and calls its `generator` for all.
+        adapter: Keras's adapter, which has read the first batches, and calls its `generator` for
+        all.
     """
 
     def __init__(self, adapter: Any):
@@ -122,11 +123,12 @@ class GeneratorHooks(EpochHooks):
         adapter.generator = self._read
 
     def dataset(self, group: Group, batches: int | None) -> tf.data.Dataset:
-        """The batches that are left.
+        """The remaining batches.
 
         Args:
             group: the tasks that read them.
-            batches: number of those of an epoch: no more are read ahead; None reads to the end.
+            batches: number of batches of an epoch, beyond which none is read ahead; None reads to
+            the end.
         """
         self._group = group
         self._of_epoch = itertools.count() if batches is None else range(batches)
@@ -134,7 +136,7 @@ class GeneratorHooks(EpochHooks):
         return dataset if batches is None else dataset.repeat()
 
     def begin(self, new_pass: bool, continued: bool) -> None:
-        if new_pass:  # as Keras, with the batches that the adapter has read
+        if new_pass:  # as in Keras, with the batches that the adapter has read
             self._batches = self._restored()
 
     def _read(self) -> Iterator[Any]:
@@ -142,7 +144,7 @@ class GeneratorHooks(EpochHooks):
         for _ in self._of_epoch:
             with self._lock:
                 if call != self._call:
-                    return  # a reader ahead of a call that has ended
+                    return  # a prefetching thread of a call that has ended
                 try:
                     batch = next(self._batches)
                 except StopIteration:

@@ -8,9 +8,9 @@ samples = tfmw.data.from_tars(files, index_dir="index")        # {"jpg": bytes, 
 rows = tfmw.data.from_parquet("part-*.parquet", columns=["x", "y"])
 train = rows.map(lambda row: (row["x"], row["y"])).shuffle(10_000).batch(64)
 
-A pipeline that joins the records of files has an order that its files determine: that of `flat_map`
-or `interleave` over the names, which a shuffle may have moved. With an index of each file, a
-position in the pipeline is a record in a file, and a resumed run reads the records that are left.
+A pipeline that concatenates the records of files has the order of `flat_map` or `interleave` over
+the names, which may be shuffled. With an index of each file, a position in the pipeline corresponds
+to a record in a file. So a resumed run reads the remaining records only.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from tfmw.storage import disk
 logger = logging.getLogger("tfmw")
 
 _MANY_FILES = 1_000_000
-_OPENED = 64  # files of a dataset that are open at a time
-_GROUPS = 8  # decoded row groups of parquet files that are kept
+_OPENED = 64  # most files of a dataset that are open at a time
+_GROUPS = 8  # most decoded row groups of parquet files that are kept
 
 
 def from_records(
@@ -49,7 +49,7 @@ def from_records(
     kind: str = "tfrecord",
     index_dir: str | os.PathLike[str] | None = None,
 ) -> tf.data.Dataset:
-    """The records of files, one by one, as strings.
+    """Creates a dataset of the records of files, as strings.
 
     They have the order of `TFRecordDataset(files)` or `TextLineDataset(files)`. Workers read their
     own records only, also after a shuffle, and a resumed run reads no record again. Checksums of
@@ -75,7 +75,7 @@ def from_tars(
     *,
     index_dir: str | os.PathLike[str] | None = None,
 ) -> tf.data.Dataset:
-    """The samples of tar files, one by one, as WebDataset writes them.
+    """Creates a dataset of the samples of tar files, as WebDataset writes them.
 
         samples = tfmw.data.from_tars(files, ["jpg", "cls"], index_dir="index")
         train = samples.map(lambda s: (tf.io.decode_jpeg(s["jpg"]), s["cls"]))
@@ -86,7 +86,7 @@ def from_tars(
 
     Args:
         files: one path or several, on a disk that all workers see, without compression.
-        extensions: of the members to read: the part of a name after its first dot.
+        extensions: extensions of the members to read: the part of a name after its first dot.
         index_dir: keeps the index; see `from_records`.
 
     Raises:
@@ -107,7 +107,7 @@ def _paths(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
 
 
 class _Samples:
-    """Each `len(extensions)` records, by index."""
+    """Samples by index, each of `len(extensions)` records."""
 
     def __init__(self, records: Records, extensions: Sequence[str]):
         self._records, self._extensions = records, extensions
@@ -138,7 +138,7 @@ class Records:
         self._ends: np.ndarray = np.cumsum(self.counts)
 
         def opened(file: int) -> tuple[_File, np.ndarray]:
-            index = indices[file]  # those that are kept on disk are mapped, with a descriptor
+            index = indices[file]  # indices on disk are memory-mapped, each with a file descriptor
             return _File(paths[file]), index_of(paths[file]) if index is None else index
 
         self._opened = functools.lru_cache(_OPENED)(opened)
@@ -171,15 +171,15 @@ def from_parquet(
     files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     columns: Sequence[str] | None = None,
 ) -> tf.data.Dataset:
-    """The rows of parquet files, one by one, as dicts; needs pyarrow.
+    """Creates a dataset of the rows of parquet files, as dicts; needs pyarrow.
 
     A row group is decoded whole, and the last 8 are kept. So a shuffle over many row groups decodes
-    each of them often: write row groups of some thousand rows, and shuffle less than eight of them,
-    or shuffle when you write.
+    each of them often. Write row groups of some thousand rows, and shuffle less than eight of them,
+    or shuffle before you write.
 
     Args:
         files: a path, a pattern, or several paths, in the order of the rows.
-        columns: names of those to read; by default all. A column of lists needs lists of one
+        columns: names of the columns to read; by default all. A column of lists needs lists of one
             length.
 
     Raises:
@@ -194,7 +194,7 @@ def from_parquet(
 
 
 class _ParquetRows:
-    """The rows of files, by index; the footers are read at once."""
+    """The rows of parquet files, by index; the constructor reads the footers."""
 
     def __init__(self, paths: Sequence[str], columns: Sequence[str] | None):
         import pyarrow.parquet
@@ -264,7 +264,7 @@ class FileRecords:
         records = Records(paths, reader.kind, order.index_dir)
         self.rows = Rows(records.columns_at, tf.TensorSpec([], tf.string), in_threads=True)
         self.maps = [Pipeline(each, []) for each in reader.maps]
-        self.shuffle = shuffle  # of the elements with the files' names
+        self.shuffle = shuffle  # the shuffle of the elements that are names of files
         self._turns = reader.cycle_length or order.cycle_length(reader.calls), reader.block_length
         # The first record of each element, and the number of its records.
         ends = np.cumsum([len(of_element) for of_element in files])
@@ -285,7 +285,7 @@ class FileRecords:
             return None
 
     def numbers(self, seeds: Sequence[int] | None) -> Callable[[np.ndarray], np.ndarray]:
-        """A function of positions in a pass -> numbers of records; `seeds` are of `shuffle`."""
+        """A function of positions in a pass -> record numbers; `seeds` are those of `shuffle`."""
         elements: np.ndarray = np.arange(len(self._counts))
         if self.shuffle is not None and seeds is not None:
             blocks = ShuffleOrder(self.shuffle.buffer_size, len(elements), seeds).blocks(0)
@@ -302,7 +302,7 @@ class FileRecords:
 def _files_of(
     node: Pipeline,
 ) -> tuple[FileReader, Pipeline | None, list[list[str]]] | None:
-    """(the reader, a shuffle of its elements, the files of each element); None for others."""
+    """(the reader, a shuffle of its elements, the files of each element), or None."""
     reader = node.reader
     if reader is None:
         return None
@@ -320,7 +320,7 @@ def _files_of(
 
 
 def index_in_background(dataset: tf.data.Dataset, index_dir: str) -> list[subprocess.Popen[bytes]]:
-    """Makes the indices that a run will need when it resumes; returns the processes."""
+    """Creates the indices that a run will need when it resumes; returns the processes."""
     started = []
     for node in Pipeline.of(dataset).nodes:
         if (found := _files_of(node)) is not None:
@@ -336,19 +336,19 @@ def interleave_order(
     """The order of tf.data's interleave, computed for any positions of one pass.
 
     It reads `cycle_length` datasets in turns, `block_length` elements in each
-    (tensorflow/core/kernels/data/interleave_dataset_op.cc). A dataset that ends in its turn gives
-    its place to the next one of the input, which is read in the next turn of that place. Between
-    two ends the order is regular, so it is kept as one segment.
+    (tensorflow/core/kernels/data/interleave_dataset_op.cc). When a dataset ends, the next one of
+    the input takes its place, and is read in the next turn of that place. Between two such ends the
+    order is regular, so it is stored as one segment.
 
     Returns:
         A function: int64 [n] positions -> (int64 [n], their datasets; int64 [n], positions in
         those).
     """
-    left = [int(length) for length in lengths]  # of each dataset, the elements that are not read
-    begins: list[int] = []  # of each segment, its first position
-    slots: list[int] = []  # and its first place in the two lists below
+    left = [int(length) for length in lengths]  # number of unread elements of each dataset
+    begins: list[int] = []  # first position of each segment
+    slots: list[int] = []  # first index of each segment in the two lists below
     datasets_read: list[int] = []  # the datasets that are read in turns
-    read_before: list[int] = []  # how many of their elements were read before
+    read_before: list[int] = []  # number of their elements that were read before
     end = 0
 
     def read(pieces: list[int], count: int) -> None:

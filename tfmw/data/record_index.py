@@ -1,4 +1,4 @@
-"""The index of a file of records: begin and end of each one, made once for each version of a file.
+"""Index of a file of records: begin and end of each record, created once per version of a file.
 
     index = index_of("train-00.tfrecord", "tfrecord", "index")   # int64 [records, 2]
 
@@ -30,11 +30,11 @@ from tfmw.storage.disk import flush, replacing
 DIRECTORY = "record_index"
 """The indices of the files of a run, beside its backups."""
 
-_LARGE = 1 << 26  # bytes of files whose index takes a second or more
-_PIECE = 1 << 26  # bytes of a text that are looked at together
+_LARGE = 1 << 26  # bytes of files whose indexing takes a second or more
+_PIECE = 1 << 26  # bytes of a text that are processed together
 
-# tensorflow/core/lib/io/record_writer.h: uint64 length, uint32 checksum of it, the bytes, uint32
-# checksum of those.
+# Format of tensorflow/core/lib/io/record_writer.h: uint64 length, uint32 checksum of it, the bytes,
+# uint32 checksum of those.
 _LENGTH = struct.Struct("<Q")
 _BEFORE, _AFTER = 12, 4
 
@@ -42,13 +42,14 @@ _BEFORE, _AFTER = 12, 4
 def make_in_background(
     paths: Sequence[str], kind: str, index_dir: str
 ) -> subprocess.Popen[bytes] | None:
-    """Starts a process of low priority that makes the indices of large files.
+    """Starts a process of low priority that creates the indices of large files.
 
     Returns:
         The process; None if the files are small, or missing.
     """
     try:
-        sizes = itertools.accumulate(map(os.path.getsize, paths))  # looks at a few files
+        # reads the sizes of only a few files
+        sizes = itertools.accumulate(map(os.path.getsize, paths))
         if not any(size >= _LARGE for size in sizes):
             return None
     except OSError:
@@ -81,9 +82,9 @@ def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
     """The index of a file.
 
     Args:
-        path: of a file without compression.
+        path: path of a file without compression.
         kind: "tfrecord", "text", or "tar/" and the extensions of the members.
-        index_dir: keeps it, 16 bytes a record; None makes it anew.
+        index_dir: directory that keeps it, 16 bytes a record; None creates it in each call.
 
     Returns:
         int64 [records, 2]: begin and end of the bytes of each record.
@@ -104,7 +105,7 @@ def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
     kept = os.path.join(os.fspath(index_dir), f"{name}.npy")
     if not os.path.exists(kept):
         os.makedirs(index_dir, exist_ok=True)
-        with replacing(kept) as temporary:  # by each worker
+        with replacing(kept) as temporary:  # every worker writes it
             np.save(temporary, _index(path, kind))
             flush(temporary)
     return np.load(kept, mmap_mode="r", allow_pickle=False)
@@ -139,7 +140,8 @@ def _tfrecords(path: str, whole: mmap.mmap) -> np.ndarray:
 def _lines(whole: mmap.mmap) -> np.ndarray:
     """Begin and end of each line, without its line break, as `TextLineDataset` has them."""
     content: np.ndarray = np.frombuffer(whole, np.uint8)
-    found: list[np.ndarray] = []  # of each piece: a copy of a large file may not fit into memory
+    # per chunk of the text: a copy of a large file may not fit into memory
+    found: list[np.ndarray] = []
     next_begin, last = 0, len(content)
     for first in range(0, last, _PIECE):
         ends: np.ndarray = first + np.flatnonzero(content[first : first + _PIECE] == ord("\n"))

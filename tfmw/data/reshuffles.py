@@ -1,9 +1,9 @@
 """Shuffles with a new order in each pass, continued over calls as Keras continues them.
 
 A shuffle belongs to the user's dataset object: each pass over it, in `fit`, `evaluate` or a loop of
-the user's own, is followed by another order. A shard has shuffles of its own, with the chief's
-seeds. Before a pass they are set to the chief's place in the sequence of orders; afterwards the
-user's dataset is set to the place at which Keras would have left it.
+the user, advances it to another order. A shard has its own shuffles, with the chief's seeds. Before
+a pass they are set to the chief's position in the sequence of orders. Afterwards the user's dataset
+is set to the position at which Keras would have left it.
 """
 
 from __future__ import annotations
@@ -24,45 +24,46 @@ from tfmw.compat.shuffles import ShuffleSeeds, pair_of_pass
 
 @dataclasses.dataclass
 class SkippedPasses:
-    """Passes over a shuffle that have begun before a pipeline's first element."""
+    """Passes over a shuffle that begin before a pipeline's first element."""
 
     shuffle: Pipeline
     before: int  # passes that have ended
     begun: int  # 1 if another one has begun, whose order is computed; otherwise 0
-    after: int = 0  # passes that the whole pipeline would begin at its end, and this one does not
+    after: int = 0  # passes that the whole pipeline would begin at its end, but this one does not
     number: int | None = None
 
     def begin(self) -> None:
-        """Counts these passes; sets the `number` of the computed one."""
+        """Counts these passes, and sets the `number` of the computed one."""
         if self.shuffle.reshuffles:
             seeds = ShuffleSeeds(small_of(self.shuffle.dataset))
             self.number = seeds.passes + self.before
             seeds.passes = self.number + self.begun
 
     def seeds(self) -> list[int]:
-        """The pair of seeds of the computed pass; the next call is of another iterator."""
+        """The pair of seeds of the computed pass; each call is for another iterator."""
         if self.number is None:
             self.begin()
         number, self.number = self.number, None
-        assert self.shuffle.seeds is not None  # as `_computed` has seen
+        assert self.shuffle.seeds is not None  # `_computed` has checked this
         return pair_of_pass(self.shuffle.seeds, number or 0, self.shuffle.reshuffles)
 
 
 class _Pair:
-    """The seeds of a user's shuffle, and of the shard's; one object if the shard reads that."""
+    """Seeds of a user's shuffle and the shard's; one object if they are the same."""
 
     def __init__(self, user: tf.data.Dataset, shard: tf.data.Dataset, cache: str):
         self.dataset = shard
         self.cache = cache
         self.user = ShuffleSeeds(small_of(user))
         self.shard = self.user if user is shard else ShuffleSeeds(small_of(shard))
-        self.seen = self.shard.passes  # those that the user's dataset has, too
+        # passes of the shard that the user's dataset has counted, too
+        self.seen = self.shard.passes
         self.start = 0  # passes of the user's dataset before this one
-        self.in_pass = 0  # how many of them this pass has begun
-        self.unread = (0, 0)  # before the first element of this pass, after the last
+        self.in_pass = 0  # number of the shuffle's passes that this pass has begun
+        self.unread = (0, 0)  # passes before the first element of this pass, and after the last
 
     def count(self, begun: int) -> None:
-        """Gives the user's dataset passes that the shard has begun."""
+        """Counts passes that the shard has begun for the user's dataset, too."""
         self.in_pass += begun
         if begun and self.user is not self.shard:
             self.user.begin(begun)
@@ -94,23 +95,23 @@ class ShuffleProgress:
 
     @functools.cached_property
     def _pairs(self) -> list[_Pair]:
-        """Opened when they are needed first: it takes some milliseconds."""
+        """Pairs of seeds, opened when they are first needed, which takes some milliseconds."""
         return [_Pair(*pair) for pair in self._datasets]
 
     @property
     def passes(self) -> list[int]:
-        """How many passes over each shuffle of the user's dataset have begun."""
+        """Number of passes over each shuffle of the user's dataset that have begun."""
         return [pair.user.passes for pair in self._pairs]
 
     @passes.setter
     def passes(self, passes: Sequence[int]) -> None:
-        # Functions of the user's may return other pipelines on other workers.
+        # Functions of the user may return other pipelines on other workers.
         for pair, number in zip(self._pairs, passes, strict=False):
             pair.user.passes = number
 
     @property
     def kept(self) -> dict[str, int]:
-        """By the number of a shuffle below a cache, the passes before the one that fills it."""
+        """Index of a shuffle below a cache -> passes before the one that fills the cache."""
         pairs = enumerate(self._pairs)
         return {str(i): _kept[pair.cache] for i, pair in pairs if pair.cache in _kept}
 
@@ -121,7 +122,7 @@ class ShuffleProgress:
                 _kept[pair.cache] = kept[str(i)]
 
     def begin(self, passes: Sequence[int], now: Sequence[int] | None = None) -> None:
-        """Sets all shuffles to the place from which the next pass goes on.
+        """Sets all shuffles to the position at which the next pass continues.
 
         Args:
             now: the result of `passes`, if it is known.
@@ -146,7 +147,7 @@ class ShuffleProgress:
                     pair.unread = before + start.before, after + start.after
 
     def note_iterator(self) -> None:
-        """Gives the user's dataset the passes that a new iterator over the shard has begun."""
+        """Counts the passes that a new iterator over the shard has begun for the user's dataset."""
         if self.starts or self.cached:
             self.note()
         elif self._by_iterator is None:
@@ -164,7 +165,7 @@ class ShuffleProgress:
 
     @property
     def _begun_at_once(self) -> bool:
-        """Whether a new iterator begins all passes that are begun until the next iterator."""
+        """Whether a new iterator begins at once all passes that it will begin."""
         known = self._by_iterator is not None and all(self._by_iterator)
         return known and not self.ahead and not self.starts
 
@@ -177,11 +178,10 @@ class ShuffleProgress:
         return True
 
     def note(self, ended: bool = False) -> None:
-        """Gives the user's dataset the passes that the shard has begun.
+        """Counts the passes that the shard has begun for the user's dataset.
 
         Args:
-            ended: whether the pass has; those before its first element count then, as if they had
-                been read.
+            ended: whether the pass has ended; then passes before its first element count as read.
         """
         if self._begun_at_once:
             return
@@ -196,9 +196,9 @@ class ShuffleProgress:
             pair.count(begun)
 
     def left_after(self, steps: int) -> list[int]:
-        """The user's `passes` if this pass is left after some steps.
+        """The user's `passes` if this pass ends after some steps.
 
-        It is the same in each run: how far a pipeline has read ahead does not matter.
+        It is the same in each run, however far a pipeline has read ahead.
         """
         found = []
         for pair in self._pairs:
@@ -208,7 +208,7 @@ class ShuffleProgress:
             elif self.begun_after is not None:
                 begun = self.begun_after(steps)
             else:
-                begun = steps + 1  # no order comes twice
+                begun = steps + 1  # no order occurs twice
             found.append(pair.user.passes + begun - pair.in_pass)
         return found
 
@@ -216,14 +216,14 @@ class ShuffleProgress:
 Reshuffled = tuple[tf.data.Dataset, tf.data.Dataset, str]
 """See `ShuffleProgress`."""
 
-# Reading ahead may fill a cache on some workers before a pass is left. So that all have the same
-# elements, a cache that is filled again gets the order that it had first.
+# Reading ahead may fill a cache on some workers before a pass ends. To have the same elements on
+# all workers, a cache that is filled again gets its first order.
 _kept: dict[str, int] = {}
 _seeds: dict[str, list[int]] = {}
 
 
 def seeds_below(cache: str, seeds: list[int]) -> list[int]:
-    """The first `seeds` of a shuffle below a cache, in all calls."""
+    """The first `seeds` of a shuffle below a cache, for all later calls."""
     return _seeds.setdefault(cache, seeds) if cache else seeds
 
 
@@ -240,7 +240,7 @@ SEED_INPUTS = {
 }
 
 # Position of the generator of reshuffles among the inputs of an op, and the attribute that says
-# whether there are any (tensorflow/core/ops/dataset_ops.cc).
+# whether it has one (tensorflow/core/ops/dataset_ops.cc).
 _GENERATORS = {
     "ShuffleDatasetV3": (4, "reshuffle_each_iteration"),
     "ShuffleAndRepeatDatasetV2": (5, "reshuffle_each_iteration"),
@@ -252,7 +252,7 @@ def generators_in(nodes: Any) -> Iterator[tuple[Any, Any, bool]]:
     """Yields (node, Const with the handle of its generator, whether it reshuffles).
 
     A graph refers to a generator of this process, which the dataset of the graph owns. Functions
-    refer to none: their shuffles begin anew with each call.
+    refer to none: their shuffles restart with each call.
     """
     by_name = {node.name: node for node in nodes}
     for node in nodes:
@@ -270,7 +270,7 @@ def name_of(handle: Any) -> str:
 
 
 def renew(handle: Any) -> None:
-    """Replaces a generator by a new one: TensorFlow creates a missing one."""
+    """Replaces a generator by a new one, as TensorFlow creates a missing one."""
     name = handle.name
     handle.Clear()
     handle.name = name
@@ -278,7 +278,7 @@ def renew(handle: Any) -> None:
 
 
 def renew_all(graph: Any) -> None:
-    """Replaces all generators of a graph: another process may have others of these names."""
+    """Replaces all generators of a graph, as another process may have others of these names."""
     for _, handle, _ in list(generators_in(graph.node)):
         renew(handle)
 
@@ -298,7 +298,7 @@ def shuffle_of(handle: Any) -> tf.data.Dataset:
     return datasets.dataset_from_graph(graph, small.element_spec)
 
 
-_LARGEST = 2**30  # bytes of arrays: a graph contains them, and its limit is 2 GB
+_LARGEST = 2**30  # most bytes of arrays in a graph, whose limit is 2 GB
 
 _SMALL: MutableMapping[tf.data.Dataset, tf.data.Dataset] = weakref.WeakKeyDictionary()
 
@@ -306,8 +306,9 @@ _SMALL: MutableMapping[tf.data.Dataset, tf.data.Dataset] = weakref.WeakKeyDictio
 def small_of(shuffle: tf.data.Dataset) -> tf.data.Dataset:
     """A shuffle of one element that shares the generator of `shuffle`.
 
-    The state of an iterator over a shuffle has a part for each place in its buffer: with 60,000 of
-    them, reading it takes a second. Above arrays that no graph can contain it is `shuffle` itself.
+    The state of an iterator over a shuffle has an entry for each element of its buffer; with 60,000
+    of them, reading it takes a second. If no graph can contain the arrays below, `shuffle` itself
+    is returned.
     """
     small: tf.data.Dataset | None = getattr(shuffle, "_tfmw_small", None)  # as `on` has built it
     if small is not None:
@@ -316,7 +317,7 @@ def small_of(shuffle: tf.data.Dataset) -> tf.data.Dataset:
         if Pipeline.of(shuffle).bytes_of_arrays > _LARGEST:
             return shuffle
         graph = datasets.dataset_graph(shuffle)
-        # Inputs are first in it, the shuffle itself is last.
+        # A graph lists inputs first, so the shuffle itself comes last.
         found = [handle for _, handle, _ in generators_in(graph.node)]
         _SMALL[shuffle] = shuffle_of(found[-1])
     return _SMALL[shuffle]

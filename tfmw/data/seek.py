@@ -2,11 +2,11 @@
 
     rest = seek(dataset, 80_000_000)       # the elements of dataset.skip(80_000_000)
 
-A position in a pipeline is turned into positions in its sources: `batch` multiplies it, `map` and
-`prefetch` keep it, `repeat` divides it by the length of its input. Sources with an index begin
+A position in a pipeline is converted into positions in its sources: `batch` multiplies it, `map`
+and `prefetch` keep it, `repeat` divides it by the length of its input. Sources with an index begin
 there; files of records get one, see `record_files`. The order of a shuffle over such a source is
-computed, see `compat.shuffles`. What has no index skips, as far down in the pipeline as
-possible.
+computed, see `compat.shuffles`. Sources without an index skip elements, as far down in the pipeline
+as possible.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tfmw.data.values import SharedOrder
 logger = logging.getLogger("tfmw")
 
 _BLOCK = 1 << 17  # indices that are computed together
-_TOGETHER = 256  # records of one call of Python
-_MANY = 1_000_000  # skipped elements that take seconds
-_PROBED, _PROBE_S = 1000, 0.2  # elements, and seconds that tell how long others take
+_TOGETHER = 256  # records read by one call of Python
+_MANY = 1_000_000  # number of skipped elements that takes seconds
+_PROBED, _PROBE_S = 1000, 0.2  # elements to measure, and the time limit of this measurement
 
 
 def seek(
@@ -52,7 +52,7 @@ def seek(
     """
     rest = _Rest(order or SharedOrder())
     result = rest.of(pipeline, position)
-    if reshuffles is not None:  # whole passes, of a `repeat`, before the one that is computed
+    if reshuffles is not None:  # whole passes of a `repeat` before the one that is computed
         reshuffles.starts = rest.starts
     return result
 
@@ -71,7 +71,7 @@ _Above = Callable[[tf.data.Dataset], tf.data.Dataset]
 
 
 class _Rest:
-    """Pipelines from some element on; `starts` are the passes that they do not read."""
+    """Pipelines from some element on; `starts` has the passes that they do not read."""
 
     def __init__(self, order: SharedOrder):
         self.starts: list[SkippedPasses] = []
@@ -129,8 +129,8 @@ class _Rest:
         """`_below` of a `repeat`, `rest` elements after whole passes."""
         below, count = node.input, node.count
         left = count - passes if count >= 0 else -1
-        # A repeat begins again to see that it has ended. One of a single pass does not, nor one
-        # right above a shuffle: tf.data joins the two (`shuffle_and_repeat_fusion`).
+        # A repeat starts its input again to notice its end. A repeat of a single pass does not, nor
+        # one right above a shuffle: tf.data fuses the two (`shuffle_and_repeat_fusion`).
         again = count > 1 and below.kind != "shuffle"
         after = int(again and left - (rest > 0) < 2)
         self.starts += [SkippedPasses(shuffle, passes, 0, after) for shuffle in shuffles]
@@ -151,7 +151,7 @@ class _Rest:
         return self._computed(node, position) or _skipped(node, position)
 
     def _computed(self, node: Pipeline, position: int) -> tf.data.Dataset | None:
-        """A source with an index, or a shuffle over moves and maps of one; None for others."""
+        """A source with an index, or a shuffle over selections and maps of one; None for others."""
         if (tensors := node.sliced_tensors) is not None:
             rest = [tensor[position:] for tensor in tensors]
             rest = tf.nest.pack_sequence_as(node.dataset.element_spec, rest)
@@ -175,13 +175,13 @@ class _Rest:
         if not all(each is None or _order_is_known(each) for each in (of_files, shuffle)):
             return None
         length = self._length(node)
-        assert length is not None  # of a source with an index
+        assert length is not None  # it has an index
         seeds, seeds_of_files = self._pass_of(shuffle), self._pass_of(of_files)
 
         together = _BLOCK if records is None else _TOGETHER
 
         def indices() -> Iterator[np.ndarray]:
-            """Indices in the source, or numbers of records."""
+            """Yields indices in the source, or record numbers."""
             blocks = _positions(position, length, shuffle, seeds())
             in_files = None if records is None else records.numbers(seeds_of_files())
             for block in blocks:
@@ -229,7 +229,7 @@ class _Rest:
             node = node.input
         if length == INFINITE:
             return length
-        others = tf.data.Dataset.range(length)  # as many elements, whatever they are
+        others = tf.data.Dataset.range(length)  # the same number of elements, of any content
         for above in reversed(chain):
             if above.kind in ("batch", "padded_batch"):
                 others = others.batch(above.size, above.drop_remainder)
@@ -250,7 +250,7 @@ def _unchanged(rest: tf.data.Dataset) -> tf.data.Dataset:
 def _positions(
     start: int, length: int, shuffle: Pipeline | None, seeds: Sequence[int] | None
 ) -> Iterator[np.ndarray]:
-    """Positions in the input of a shuffle, from its output `start` on; without one its own."""
+    """Yields input positions of a shuffle from output `start` on; without a shuffle, its own."""
     if shuffle is None or seeds is None:
         firsts = range(start, length, _BLOCK)
         return (np.arange(first, min(first + _BLOCK, length)) for first in firsts)
@@ -274,17 +274,17 @@ def _skipped(node: Pipeline, position: int) -> tf.data.Dataset:
 def _seconds_to_skip(
     node: Pipeline, position: int, clock: Callable[[], float] = time.monotonic
 ) -> float | None:
-    """The time to read so many elements, from that of the first ones.
+    """Estimated time to read so many elements, from that of the first ones.
 
-    None if another pass would change something: Python functions and random numbers.
+    Returns None if another pass would have effects: Python functions and random numbers.
     """
-    node = node.beneath(["shuffle"])  # whose generator a pass would advance
+    node = node.beneath(["shuffle"])  # a pass would advance the shuffle's generator
     if not node.may_be_read_twice:
         return None
     count, seconds = _PROBED, 0.0
     while seconds < _PROBE_S and count < position:
         begin = clock()
-        if next(iter(node.dataset.skip(count)), None) is None:  # of several passes
+        if next(iter(node.dataset.skip(count)), None) is None:  # skips several passes
             break
         seconds, count = clock() - begin, count * 4
     return seconds * position / (count / 4)
@@ -317,7 +317,7 @@ def _shuffles_below(pipeline: Pipeline) -> list[Pipeline] | None:
             if not shuffles.has_known_states():
                 return None
             found.append(node)
-        # A repeat of a shuffle that it does not read to the end begins a pass too many.
+        # A repeat begins one pass too many of a shuffle that it does not read to the end.
         once &= node.kind not in ("repeat", "concatenate", "take") and not node.is_memory_cache
         todo.extend((each, once) for each in node.inputs)
     return found

@@ -5,24 +5,24 @@
     for element in shard.dataset:
         parts, counts, total = step_of(element, sharding)  # this worker's parts of a global batch
 
-Every example goes to exactly one replica, each global batch is the union of the replicas' parts,
-and all workers make the same number of steps. Example j of a global batch goes to replica j mod R
-(R replicas, `Sharding.replicas`), so the k-th global batch is the same for any number of workers. A
-replica without an example gets a copy of a real one, which does not count.
+Every example goes to exactly one replica, and each global batch is the union of the replicas'
+shards. All workers make the same number of steps. Example j of a global batch goes to replica j mod
+R, if there are R replicas (`Sharding.replicas`). So the k-th global batch is the same for any
+number of workers. A replica without an example gets a copy of a real one, which does not count.
 
 There are five ways to shard, the cheapest first:
 
 * `below_maps` of indices: for arrays and `from_index`, where nothing is mapped before `batch`. The
   pipeline has indices in place of examples, and a worker copies or reads its own examples only.
-* `below_maps` of examples: for a pipeline that ends in `batch`, with only maps, shuffles, repeats,
-  takes and skips between its source and the batch. A map does not change the positions of
+* `below_maps` of examples: for a pipeline that ends in `batch`. Between its source and the batch it
+  has only maps, shuffles, repeats, takes and skips. A map does not change the positions of
   elements, so examples are selected below the maps: each worker maps only its own examples. A
   worker computes the size of every global batch from the source's cardinality. If that is unknown
   (files, filters, generators), the workers add up their examples at each step.
 * `by_slices`: for all other pipelines, and arrays. Every worker runs the whole pipeline and keeps
   its rows of each global batch; `step_of` selects those of small batches within the step.
-* `by_batches`: if batches are not to be split. Batch j goes to replica j mod R, and R batches make
-  a step, whose examples the workers add up.
+* `by_batches`: if batches must not be split. Batch j goes to replica j mod R, and R batches make a
+  step, whose examples the workers add up.
 * `shard_function`: for a callable that takes a `tf.distribute.InputContext` and returns the
   pipeline of that worker, batched per replica. Workers may have different amounts of data. `tfds`
   returns such a callable, with which each worker opens only its own files.
@@ -79,7 +79,7 @@ def shard_dataset(
         sharding: how global batches are divided.
         order: the source of the seeds of shuffles.
         skip: number of global batches to skip at the beginning.
-        read_ahead: whether a batch may be read before it is asked for.
+        read_ahead: whether a batch may be read before it is requested.
         split: whether batches are divided between replicas.
 
     Raises:
@@ -104,7 +104,7 @@ _Way = tuple[Pipeline, int, Callable[[Pipeline], Shard]]
 def _cheapest_way(pipeline: Pipeline, sharding: Sharding, read_ahead: bool, split: bool) -> _Way:
     alone = sharding.replicas == 1
     whole = Batched.of(pipeline) if split or alone else None
-    # One replica gains by it only if it reads the rows of a batch in one call.
+    # A single replica gains only if it reads the rows of a batch in one call.
     if whole is not None and not (alone and whole.rows is None):
         if (way := below_maps(whole, sharding)) is not None:
             return way
@@ -142,9 +142,9 @@ def at_most_once(
 
 
 def _repetitions(pipeline: Pipeline) -> Callable[[int], int] | None:
-    """Steps -> repetitions begun of the upper `repeat` of a pipeline.
+    """Steps -> number of begun repetitions of the upper `repeat` of a pipeline.
 
-    None if there is none, or if its length is unknown.
+    Returns None if the pipeline has no `repeat`, or if its length is unknown.
     """
     per_step, node = 1, pipeline
     while node.kind in ("map", "batch", *SAME):
@@ -184,7 +184,7 @@ def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -
 
 
 def _one_by_one(parts: tuple[Any, ...], counts: tf.Tensor) -> tf.data.Dataset:
-    """A dataset of the examples that count of each part."""
+    """A dataset of the examples that count in each shard."""
     own = [first_rows(part, counts[d]) for d, part in enumerate(parts)]
     out = tf.data.Dataset.from_tensors(own[0])
     for part in own[1:]:
@@ -203,16 +203,16 @@ class Batched:
     maps: list[Pipeline]  # to apply to them, the first one first
     size: int  # number of examples of a global batch
     drop_remainder: bool
-    spec: Any  # of a batch
+    spec: Any  # spec of a batch
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Batched | None:
-        """The parts; None for other pipelines, and if sharding below the maps does not pay."""
+        """The parts of a pipeline; None if sharding below the maps does not pay."""
         batch = pipeline.beneath(SAME)
         if batch.kind != "batch":
             return None
         # Selections do not depend on the elements and maps do not move them, so all selections may
-        # run before all maps. Those below the lowest map need not be removed.
+        # run before all maps. Selections below the lowest map need not be removed.
         _, above = peeled(batch.input, _selects_or_maps)
         while above and above[-1].kind != "map":
             above.pop()
@@ -220,7 +220,7 @@ class Batched:
         maps = [each for each in reversed(above) if each.kind == "map"]
         leaves = tf.nest.flatten(source.dataset.element_spec)
         if any(isinstance(s, tf.RaggedTensorSpec) for s in leaves):
-            # After a map, batch() would make rows of a ragged tensor dense.
+            # After a map, batch() would convert rows of a ragged tensor to dense ones.
             return None
         if not maps and batch.input.length is None:
             # Without maps nothing is saved, and unknown totals cost a reduction at each step.
@@ -235,16 +235,16 @@ class Batched:
 
     @functools.cached_property
     def indexed(self) -> Indexed | None:
-        """The source by indices of examples; None if it has none."""
+        """The source by indices of examples; None if it has no index."""
         return Indexed.of(self.source)
 
     @property
     def rows(self) -> Rows | None:
-        """The source's rows; None of other sources."""
+        """The source's rows; None for other sources."""
         return None if self.indexed is None else self.indexed.rows
 
     def shard(self, dataset: tf.data.Dataset, count: int, sharding: Sharding) -> Shard:
-        """A shard of this pipeline, of whose source `count` examples are read."""
+        """A shard of this pipeline, which reads `count` examples of its source."""
         full = last = ShardSizes.of(self.size, sharding)
         steps = INFINITE
         if count != INFINITE:
@@ -260,7 +260,7 @@ def below_maps(whole: Batched, sharding: Sharding) -> _Way | None:
     if not whole.maps and indexed is not None:
         return indexed.indices, size, lambda rest: _by_index(whole, indexed, rest, sharding)
     if size < sharding.replicas:
-        return None  # some replicas have no example in any batch: they take others'
+        return None  # some replicas have no example in any batch, and would copy those of others
     source = whole.source if indexed is None or whole.rows is None else indexed.indices
     if source.length is None and whole.drop_remainder:
         # Only the sum over all workers shows whether the last batch is full.
@@ -303,7 +303,7 @@ def _by_examples(whole: Batched, rest: Pipeline, sharding: Sharding) -> Shard:
 def _by_index(whole: Batched, indexed: Indexed, rest: Pipeline, sharding: Sharding) -> Shard:
     """The shard of a pipeline over arrays: a worker copies its own examples only."""
     size, count = whole.size, rest.length
-    assert count is not None  # of arrays it is known
+    assert count is not None  # arrays have a known length
     batches = rest.dataset.batch(size, whole.drop_remainder)
     always_full = whole.drop_remainder or count == INFINITE
 

@@ -26,7 +26,7 @@ from tfmw.data.values import Shard, Sharding, SharedOrder
 from tfmw.data.whole_batches import shard_function
 from tfmw.errors import UsageError
 
-_LOOKED_AT = -1  # number of a source: the batches of a `PyDataset` that show their form
+_LOOKED_AT = -1  # index of a source: the batches of a `PyDataset` that show its structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,8 @@ class Source:
                         f"{name} was passed beside a dataset: expected the dataset's own elements "
                         "to hold it; remove the argument."
                     )
-            if self.batch_size is not None:  # examples of keras.io pass both; Keras says nothing
+            # examples of keras.io pass both, and Keras does not warn
+            if self.batch_size is not None:
                 warnings.warn(
                     f"tfmw: batch_size={self.batch_size} has no effect beside a dataset, whose "
                     "elements are the global batches.",
@@ -138,7 +139,7 @@ class Source:
         return dataclasses.replace(shard, **known)
 
     def _watched(self, dataset: tf.data.Dataset, order: SharedOrder) -> tf.data.Dataset:
-        """A pipeline whose elements of Python code are noted, to be compared."""
+        """Watches the elements of a pipeline's Python code, to compare them."""
         if order.group.size > 1:
             x = self._ordered if isinstance(self.x, keras.utils.PyDataset) else None
             for batch in [] if x is None else x.looked_at:
@@ -148,7 +149,7 @@ class Source:
         return dataset
 
     def batches_per_step(self, sharding: Sharding) -> int:
-        """How many batches of the data make a step."""
+        """Number of batches of the data in a step."""
         return 1 if self.split or self.is_function() else sharding.replicas
 
     def _read_by_keras(
@@ -223,13 +224,13 @@ class Source:
 
     @functools.cached_property
     def _generator(self) -> GeneratorHooks:
-        """The Python generator; all shards read on."""
+        """Hooks of the Python generator, from which all shards continue to read."""
         adapter = datasets.data_adapter(self.x, self.y, self.sample_weight, **self._options)
         return GeneratorHooks(adapter)
 
     @functools.cached_property
     def _ordered(self) -> OrderedPyDataset:
-        """The `PyDataset`; all shards have one order."""
+        """The `PyDataset`; all shards have the same order."""
         return OrderedPyDataset(self.x, self.shuffle)
 
     @property

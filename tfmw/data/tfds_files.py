@@ -1,4 +1,4 @@
-"""`tfmw.data.tfds`: a TFDS data set of which each worker opens its own files only.
+"""`tfmw.data.tfds`: a TFDS data set whose files are divided between the workers.
 
     train = tfmw.data.tfds("mnist", "train", 128)     # a function of an InputContext
     tfmw.fit(model, train, epochs=5)
@@ -37,7 +37,7 @@ def tfds(
     read_config: Any = None,
     **kwargs: Any,
 ) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
-    """A TFDS data set, for `fit` and `evaluate`: each worker opens its own files only.
+    """Creates a TFDS data set for `fit` and `evaluate`; each worker opens its own files only.
 
     If the data set does not exist yet, one process prepares it, while other processes on the same
     file system wait.
@@ -48,7 +48,7 @@ def tfds(
         batch_size: number of examples of a global batch, divided between the replicas.
         shuffle: size of the buffer that shuffles a worker's examples; its files are shuffled,
             too. Each epoch has a new order. 0 shuffles neither.
-        seed: of these shuffles.
+        seed: seed of these shuffles.
         map: called on each example before it is batched, with (features, label) if
             `as_supervised`.
         as_supervised: elements are (features, label), else dicts of all features.
@@ -99,7 +99,8 @@ def tfds(
         empty = False
         if workers > files:
             ranges = tensorflow_datasets.even_splits(split, workers)
-            # TFDS cannot read an empty range: read the first worker's, of the same structure.
+            # TFDS cannot read an empty range, so this reads the first worker's, which has the same
+            # structure.
             empty = not builder.info.splits[ranges[rank]].num_examples
             local_split = ranges[0 if empty else rank]
         dataset = builder.as_dataset(

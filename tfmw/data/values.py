@@ -21,7 +21,7 @@ class Sharding:
 
     Attributes:
         workers: number of processes that train.
-        rank: of this process, from 0.
+        rank: rank of this process, from 0.
         local_replicas: number of replicas (devices) of each process.
     """
 
@@ -36,7 +36,7 @@ class Sharding:
 
     @property
     def local(self) -> range:
-        """The numbers of this process's replicas."""
+        """Indices of this process's replicas."""
         first = self.rank * self.local_replicas
         return range(first, first + self.local_replicas)
 
@@ -46,11 +46,11 @@ class Sharding:
         return (replica >= self.local.start) & (replica < self.local.stop)
 
     def local_rows(self, total: int) -> int:
-        """How many of `total` examples belong to this worker."""
+        """Number of examples, of `total`, that belong to this worker."""
         return sum(len(range(replica, total, self.replicas)) for replica in self.local)
 
     def counts(self, total: tf.Tensor) -> tf.Tensor:
-        """int64 [local replicas]: how many of `total` (int64 []) examples belong to each."""
+        """int64 [local replicas]: number of examples of each, of `total` (int64 [])."""
         before = tf.constant(list(self.local), tf.int64)
         return tf.maximum(np.int64(0), (total - before + self.replicas - 1) // self.replicas)
 
@@ -81,7 +81,7 @@ class SharedOrder:
         tf.data chooses it by the number of cores, so the order would differ between machines.
 
         Args:
-            calls: its number of parallel calls.
+            calls: number of its parallel calls.
         """
         return self.cycle_length_of(str(calls), lambda: default_cycle_length(calls))
 
@@ -94,7 +94,7 @@ class SharedOrder:
 
 @dataclasses.dataclass(frozen=True)
 class ShardSizes:
-    """The known facts on the sizes of the replicas' shards of one step.
+    """Known facts about the sizes of the replicas' shards in one step.
 
     Attributes:
         uneven: whether they may differ in size.
@@ -149,7 +149,7 @@ class Cursor:
 
 
 class EpochHooks:
-    """The calls of a source around epochs: none, if it is no Python code."""
+    """Calls of a source around epochs; they do nothing unless it is Python code."""
 
     def state(self, batches: int) -> Any:
         """A JSON value from which `restore` continues the current pass after so many batches."""
@@ -158,7 +158,7 @@ class EpochHooks:
         """The number of batches of a pass from now on; None if it never changes."""
 
     def reset(self) -> None:
-        """Ends an epoch that nobody read, as Keras's fit and evaluate do when they begin."""
+        """Ends an epoch that was not read, as Keras's fit and evaluate do when they begin."""
 
     def begin(self, new_pass: bool, continued: bool) -> None:
         """Begins an epoch.
@@ -175,14 +175,14 @@ class EpochHooks:
         """Ends a call, perhaps within an epoch."""
 
     def skip(self) -> None:
-        """Passes an epoch that an earlier run has already read."""
+        """Skips an epoch that an earlier run has already read."""
 
     def restore(self, state: Any, seed: int, passes: int) -> None:
         """Continues a pass that an earlier run has begun.
 
         Args:
             state: `state` of that run; None in backups of earlier versions.
-            seed: of the run.
+            seed: seed of the run.
             passes: number of this pass, from 1.
         """
 
@@ -192,21 +192,22 @@ class Shard:
     """One worker's shard of a dataset.
 
     Attributes:
-        dataset: elements (parts, counts, total): a tuple of one batch for each local replica; int64
-            [local replicas], how many examples of each count: 0 of a replica whose part is a copy
-            of some example; and int64 [], the number of examples of this step over all replicas.
-            The total is -1 if this worker cannot compute it. Then the replicas add up their
-            examples, the dataset continues indefinitely with parts of which nothing counts, and it
-            has ended once the sum of a step is 0. Or elements ((whole global batch,),), which the
-            step itself divides by `sharding.step_of`.
+        dataset: elements (parts, counts, total). The parts are one batch for each local replica.
+            The counts, int64 [local replicas], are the numbers of examples that count: 0 if the
+            part of a replica is a copy of some example. The total, int64 [], is the number of
+            examples of this step over all replicas; -1 if this worker cannot compute it. In this
+            case the replicas add up their examples, and the dataset continues indefinitely with
+            parts that do not count. The data has ended once the sum of a step is 0. Alternatively,
+            elements are ((whole global batch,),), which the step itself divides by
+            `sharding.step_of`.
         steps: number of global batches in one epoch; INFINITE; None if unknown before reading.
         full: shard sizes of every step but the last one.
         last: shard sizes of the last step of an epoch.
-        element_spec: of one batch of one replica.
-        batch_size: of the global batch, if known.
+        element_spec: spec of one batch of one replica.
+        batch_size: size of the global batch, if known.
         size_known: whether the dataset contains the number of examples of each step.
         reshuffles: its shuffles that have a new order in each pass.
-        hooks: call them around each epoch.
+        hooks: hooks to call around each epoch.
         rest: number of batches -> the dataset without them, if an index of Python code gives the
             batches; otherwise None.
     """

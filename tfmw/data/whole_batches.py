@@ -1,6 +1,6 @@
-"""Shards of batches that are read whole: parts of their rows, whole ones, a user's function's.
+"""Shards of batches that are read whole: some of their rows, whole ones, or a user's function's.
 
-See `sharding`.
+`sharding` describes the ways to shard.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def of_one_replica(pipeline: Pipeline, read_ahead: bool = True) -> Shard:
 
 
 def by_slices(pipeline: Pipeline, sharding: Sharding, read_ahead: bool) -> Shard:
-    """Every worker runs the whole pipeline and keeps its rows of each global batch."""
+    """Selects this worker's rows of each global batch; every worker runs the whole pipeline."""
     spec = pipeline.spec
     _refuse_scalars(spec)
     zipped = _refuse_uneven_zip(pipeline, sharding)
@@ -73,12 +73,12 @@ def by_slices(pipeline: Pipeline, sharding: Sharding, read_ahead: bool) -> Shard
     return Shard(steps, pipeline.length, sizes, sizes, spec, pipeline.batch_size)
 
 
-# Bytes of a global batch whose copy takes less than a millisecond.
+# Bytes of a global batch that take less than a millisecond to copy.
 _SMALL = 1 << 20
 
 
 def divided_by_steps(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Elements for `step_of`. No map: each new iterator instantiates its function (4 to 20 ms)."""
+    """Elements for `step_of`. No map: iterators take 4 to 20 ms to instantiate its function."""
     return tf.data.Dataset.zip(((dataset,),))
 
 
@@ -90,7 +90,7 @@ def step_of(element: tuple[Any, ...], sharding: Sharding) -> tuple[Any, Any, Any
     if sharding.replicas == 1:
         total = examples_of(batch)
         return (batch,), total[None], total
-    with tf.device("cpu:0"):  # where the batch is
+    with tf.device("cpu:0"):  # the device of the batch
         return _slices(batch, sharding)
 
 
@@ -103,12 +103,12 @@ def _slices(batch: Any, sharding: Sharding, zipped: bool = False) -> tuple[Any, 
 
 
 def is_small(spec: Any, batch_size: int | None) -> bool:
-    """Whether a copy of a global batch takes no time that counts."""
+    """Whether the time to copy a global batch is negligible."""
     return _bytes(spec, batch_size) <= _SMALL
 
 
 def _bytes(spec: Any, batch_size: int | None) -> float:
-    """The bytes of a batch; infinite if unknown."""
+    """Bytes of a batch; infinite if unknown."""
     found = 0.0
     for leaf in tf.nest.flatten(spec):
         if leaf is None:
@@ -138,7 +138,7 @@ WHOLE_BATCHES = (
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """The place of a tensor in a batch."""
+    """Name of a tensor's place in a batch."""
     return "element" + "".join(f"[{key!r}]" for key in path)
 
 
@@ -163,11 +163,12 @@ def _refuse_other_rows(spec: Any, size: int | None) -> None:
 
 
 def _rows_checked(batch: Any, total: tf.Tensor, zipped: int | None) -> list[Any]:
-    """Ops that fail if a component has other rows than the first one, as `_other_rows` says.
+    """Ops that fail if a component has another number of rows than the first; see `_other_rows`.
 
     Args:
-        zipped: a number of replicas: each component may have as many rows as they can divide, as in
-            labelled and unlabelled examples, zipped. One weight is right for both only then.
+        zipped: the number of replicas, if components may have different numbers of rows, as zipped
+            labelled and unlabelled examples have. Replicas must divide each number, so that one
+            weight is right for all components.
     """
     checks = []
     named = [(_name(path), t) for path, t in keras.tree.flatten_with_path(batch) if t is not None]
@@ -195,7 +196,7 @@ _ZIPPED = (
 
 
 def _refuse_uneven_zip(pipeline: Pipeline, sharding: Sharding) -> bool:
-    """Whether batches are zipped, of parts with different numbers of examples.
+    """Whether batches are zipped from parts with different numbers of examples.
 
     Raises before the first step if `_rows_checked` would fail in a later one.
     """
@@ -206,12 +207,12 @@ def _refuse_uneven_zip(pipeline: Pipeline, sharding: Sharding) -> bool:
     sizes = [part.batch_size for part in node.inputs]
     if len(set(sizes)) == 1 and None not in sizes:
         return False
-    if None in sizes or above is not node:  # a map may leave parts out
+    if None in sizes or above is not node:  # a map may omit parts
         return True
     lengths = [part.length for part in node.inputs]
     steps = min((length for length in lengths if length not in (None, INFINITE)), default=None)
     for part, size, length in zip(node.inputs, sizes, lengths, strict=True):
-        # zip ends with the shortest part: the last batch of a longer part is not read.
+        # zip ends with the shortest part: the last batch of a longer part is not read
         last = _last_batch(part) if length == steps else None
         for rows in (size, last):
             if rows is not None and rows % sharding.replicas:
@@ -244,7 +245,7 @@ def shard_function(
 
     Args:
         dataset_fn: returns this worker's pipeline, batched by the batch size of one replica.
-        sharding: what the `InputContext` describes.
+        sharding: the division that the `InputContext` describes.
         skip: number of steps to skip at the beginning.
         index_dir: see `SharedOrder`.
 
@@ -263,7 +264,7 @@ def shard_function(
             "this worker's pipeline, batched by the batch size of one replica."
         )
     if getattr(dataset_fn, "_tfmw_at_most_once", False):
-        skip = 0  # the service has no position
+        skip = 0  # the service has no positions
     else:
         refuse_own_elements(Pipeline.of(dataset), Sharding())
     pipeline = Pipeline.of(without_optionals(dataset))
@@ -289,15 +290,15 @@ def _of_function(pipeline: Pipeline, sharding: Sharding) -> Shard:
 
 
 def counted(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tf.Tensor]:
-    """(parts, int64 [L] how many examples each has)."""
+    """(parts, int64 [L], the number of examples of each)."""
     return parts, tf.stack([examples_of(part) for part in parts])
 
 
 def by_batches(pipeline: Pipeline, sharding: Sharding, size: int | None, read_ahead: bool) -> Shard:
-    """Each replica takes whole batches, R of which make a step."""
+    """Gives whole batches to replicas, R of them in a step."""
     local, count, spec = sharding.local_replicas, pipeline.length, pipeline.spec
     remainder = 0 if count in (None, INFINITE) else count % sharding.replicas
-    # A worker without a batch in the last step gets the last one, which does not count.
+    # A worker without a batch in the last step gets a copy of the last one, which does not count.
     more = 0 < remainder <= sharding.local.start
     last_batch = -1 if count is None else count - 1
 
@@ -328,7 +329,7 @@ def _taken_together(batches: tf.data.Dataset, spec: Any, local: int) -> tf.data.
 
     The pipeline is read once: each reading of a shuffle has an order of its own.
     """
-    given = [leaf is not None for leaf in tf.nest.flatten(spec)]  # a window takes no None
+    given = [leaf is not None for leaf in tf.nest.flatten(spec)]  # a window cannot contain None
 
     def leaves(batch: Any) -> tuple[Any, ...]:
         return tuple(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
@@ -340,7 +341,7 @@ def _taken_together(batches: tf.data.Dataset, spec: Any, local: int) -> tf.data.
     others = tf.data.Dataset.from_tensors((leaves(zeros(spec, 0)), np.int64(0))).repeat(local)
 
     def together(*window: Any) -> Any:
-        # A window is a dataset of each tensor; the last one may be short.
+        # A window has a dataset for each tensor; the last one may be short.
         elements = tf.data.Dataset.zip(window).concatenate(others)
         taken = (elements.skip(d).take(1).get_single_element() for d in range(local))
         parts, counts = zip(*taken, strict=True)
@@ -351,7 +352,7 @@ def _taken_together(batches: tf.data.Dataset, spec: Any, local: int) -> tf.data.
 
 
 def _labels(batch: Any) -> Any:
-    """The part of a batch with one row for each example: its labels, if it has any."""
+    """The component of a batch with one row for each example: its labels, if it has any."""
     _, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
     return batch if not tf.nest.flatten(y) or y is None else y
 
@@ -364,12 +365,12 @@ def with_unknown_totals(
     whole: bool = False,
     read_ahead: bool = True,
 ) -> Shard:
-    """A shard whose totals the replicas add up step by step.
+    """A shard whose replicas add up the total of each step.
 
     Args:
         steps: elements (parts, counts).
         whole: whether a replica without an example needs a whole batch.
-        read_ahead: whether a batch may be read before it is asked for.
+        read_ahead: whether a batch may be read before it is requested.
     """
     local = sharding.local_replicas
     empty: Any = tuple(zeros(spec, 0) for _ in range(local)), np.zeros([local], np.int64)

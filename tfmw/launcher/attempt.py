@@ -1,4 +1,4 @@
-"""All tasks of a local cluster, once: started, watched, ended.
+"""One attempt: all tasks of a local cluster are started, watched and ended.
 
     attempt = Attempt(context, tasks, number=0, policy=policy)
     attempt.start()      # processes, each in a session of its own
@@ -55,7 +55,7 @@ SETTLE_S = 0.5
 """Seconds to wait for the root cause if the first failure only reports a lost peer."""
 
 EXIT_S = 5.0
-"""Seconds in which a task that has recorded its error exits, where it restarts alone."""
+"""Seconds in which a task that has recorded its error must exit, if it restarts alone."""
 
 POLL_S = 0.01
 """Seconds between two polls while tasks are being ended."""
@@ -73,20 +73,20 @@ class Restarts(Protocol):
     """Decides whether single tasks restart; `RestartPolicy` does, and over hosts their leader."""
 
     restarts: int
-    """How many the run has used up."""
+    """Number of restarts that the run has used."""
 
     def allows_restart_alone(self, failure: Failure) -> bool | None:
-        """Whether this task restarts alone, and counts it; None: not known yet, ask again."""
+        """Whether this task restarts alone, which is counted; None: not known yet, ask again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AttemptContext:
-    """The resources that all attempts of a run share."""
+    """Resources that all attempts of a run share."""
 
     run: LocalRun
-    directory: Path  # of the run; each attempt creates its folder in it
+    directory: Path  # directory of the run; each attempt creates its folder in it
     status: RunStatus
-    env: Mapping[str, str]  # of all tasks; a fork server is kept for the same ones
+    env: Mapping[str, str]  # environment of all tasks; a fork server is kept for equal ones
     spawner: Spawner
     display: Display
     live: str | None  # name of the task whose output is a terminal
@@ -99,15 +99,15 @@ class Attempt:
 
     context: AttemptContext
     layout: Sequence[tuple[str, int]]  # (kind, index) of each task
-    number: int  # which attempt of the run, from 0
+    number: int  # number of the attempt in the run, from 0
     policy: Restarts
     _: dataclasses.KW_ONLY
     # Addresses of all tasks by kind, if some are on other hosts; None: ports of loopback.
     cluster: Mapping[str, Sequence[str]] | None = None
     settle_s: float = SETTLE_S
-    # Environment variables that these tasks have instead of those of the run.
+    # Environment variables of these tasks that replace those of the run.
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # How tasks have divided the run's time until now, the chief first.
+    # The tasks' divisions of the run's time until now, the chief first.
     before: Mapping[str, Division] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -129,10 +129,10 @@ class Attempt:
         kinds = {kind for kind, _ in self.layout} if self.cluster is None else set(self.cluster)
         self._has_ps = "ps" in kinds
         self._replaced: list[Task] = []  # ended tasks that were restarted alone
-        # Task -> when to restart it alone; infinity: that is not decided yet.
+        # Task -> time to restart it alone; infinity: not decided yet.
         self._due: dict[str, float] = {}
         self._output = OutputPump(self.context.display)
-        self._leave_by = _NEVER  # when tasks that were asked to leave must have done so
+        self._leave_by = _NEVER  # time by which tasks that were asked to leave must have done so
         self._diagnosis = Diagnosis(self.number)
         self._began_at = time.monotonic()
         self._watchdog = Watchdog(
@@ -148,7 +148,7 @@ class Attempt:
     # ---- start ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts all tasks. Their ports stay reserved until just before.
+        """Starts all tasks; their ports stay reserved until just before.
 
         Raises:
             UsageError: their files cannot be written.
@@ -205,15 +205,15 @@ class Attempt:
     # ---- watch ---------------------------------------------------------------------------------
 
     def poll(self, wait_s: float) -> bool:
-        """Looks at the tasks once, and starts those that restart alone.
+        """Checks the tasks once, and starts those that restart alone.
 
         Args:
-            wait_s: seconds to wait for output of the tasks before.
+            wait_s: seconds to wait for output of the tasks first.
 
         Returns:
             Whether the attempt is over: all tasks have ended, or only serve; one has failed or
-            hangs; a signal arrived; tasks have not saved their state in time; or nobody reads the
-            output.
+            hangs; a signal arrived; tasks have not saved their state in time; or the reader of the
+            output has gone.
         """
         if self.context.display.broken:
             return True
@@ -228,7 +228,7 @@ class Attempt:
             if not self._restart_alone() and not self._only_lost_preempted_peers():
                 return True
         self._start_due()
-        if ended.issuperset(self.tasks):  # not so if a task was replaced, or started just now
+        if ended.issuperset(self.tasks):  # false if a task was replaced, or started just now
             return True
         if self.preempted():
             if self._options.elastic:
@@ -238,7 +238,7 @@ class Attempt:
             return True
         hung = self._find_hung()
         if hung is not None and self._options.elastic:
-            # It alone: the others wait for it in their round.
+            # Only this task is killed: the others wait for it in their round.
             self.context.display.line(f"tfmw: {hung.task} is killed: {hung.reason}")
             next(task for task in self.tasks if task.name == hung.task).signal(signal.SIGKILL)
             return False
@@ -246,7 +246,7 @@ class Attempt:
         return hung is not None
 
     def _waits_for_state(self) -> bool:
-        """Whether a signal to the launcher lets tasks save their state."""
+        """Whether a signal to the launcher makes tasks save their state."""
         options = self._options
         expected = options.max_restarts > 0 or options.preempt_grace_s is not None
         asked = self._stop.asks_to_leave and self.ask_to_leave(at_once=expected)
@@ -269,7 +269,7 @@ class Attempt:
         return self._leave_by < _NEVER
 
     def _begin_to_leave(self) -> None:
-        """Starts the time in which tasks save their state and exit, once."""
+        """Starts the time limit for tasks to save their state and exit, once."""
         self._leave_by = min(self._leave_by, time.monotonic() + self._options.leave_s)
 
     def _served_out(self) -> bool:
@@ -297,7 +297,7 @@ class Attempt:
         """Waits a moment for failed tasks to exit, and for the root cause to appear.
 
         The first task to die may have failed only because it lost the task that is the cause. Wrong
-        usage fails all tasks alike.
+        usage makes all tasks fail in the same way.
         """
         deadline = time.monotonic() + self.settle_s
         while time.monotonic() < deadline and not self._stop.received and not self._all_ended():
@@ -309,10 +309,10 @@ class Attempt:
             self._output.pump(POLL_S)
 
     def _find_hung(self) -> HungTask | None:
-        """The task that hangs, by the watchdog and what the flight recorders say together.
+        """The task that hangs, according to the watchdog and all flight recorders.
 
-        Prints whom the others wait for: they are silent for as long, so its silence alone does not
-        show it. Names stragglers, if no task hangs.
+        Prints the task for which the others wait: all are silent for as long, so silence alone does
+        not identify it. Reports stragglers, if no task hangs.
         """
         if time.monotonic() < self._next_check:
             return None
@@ -346,7 +346,7 @@ class Attempt:
         for task in self.tasks:
             if task.catches(signal.SIGUSR2):
                 task.signal_alone(signal.SIGUSR2)
-                task.signal_alone(signal.SIGCONT)  # a stopped task then handles it
+                task.signal_alone(signal.SIGCONT)  # a stopped task then handles the request
         deadline = time.monotonic() + DUMP_S
         while time.monotonic() < deadline and self._output.pump(DUMP_S / 3):
             pass
@@ -354,7 +354,7 @@ class Attempt:
     # ---- restarts of single tasks --------------------------------------------------------------
 
     def _restart_alone(self) -> bool:
-        """Replaces the tasks that failed; whether the attempt continues."""
+        """Replaces the tasks that failed; returns whether the attempt continues."""
         failed = self._failed()
         if self._stop.received or self._leave_by < _NEVER:
             return False
@@ -362,7 +362,7 @@ class Attempt:
         if not all(restarts_alone(task.kind, self._has_ps, elastic) for task in failed):
             return False
         for task in failed:
-            if not task.has_ended():  # it is exiting; it is killed if that takes too long
+            if not task.has_ended():  # it is exiting, and is killed if that takes too long
                 record = task.error()
                 if record and time.monotonic() - record["monotonic"] >= EXIT_S:
                     task.signal(signal.SIGKILL)
@@ -387,10 +387,10 @@ class Attempt:
 
     def _replace(self, task: Task) -> None:
         """Replaces an ended task by a new one, which is not started yet."""
-        task.signal(signal.SIGKILL)  # processes that it has started
+        task.signal(signal.SIGKILL)  # ends processes that the task has started
         self._output.finish(task)
         task.close()
-        task.result()  # the call has none
+        task.result()  # reads its result, of which the call has none
         new = dataclasses.replace(task, restart=task.restart + 1, pid=0)
         self.tasks[self.tasks.index(task)] = new
         self._replaced.append(task)
@@ -406,10 +406,11 @@ class Attempt:
     # ---- end -----------------------------------------------------------------------------------
 
     def end(self, grace_s: float | None = None) -> None:
-        """Ends every task and every process they started. Safe to call twice.
+        """Ends every task and every process that it started. May be called twice.
 
         Args:
-            grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once; None: as the run.
+            grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once; None: the run's grace
+            period.
         """
         if self._output.closed:
             return
@@ -440,13 +441,13 @@ class Attempt:
         self._output.close()
 
     def _all_ended(self) -> bool:
-        ended = [task.has_ended() for task in self.tasks]  # polls each, which records the time
+        ended = [task.has_ended() for task in self.tasks]  # polls each task, which records the time
         return all(ended)
 
     # ---- outcome -------------------------------------------------------------------------------
 
     def failures(self) -> tuple[Failure, ...]:
-        """The tasks that failed on their own, the root cause first; without restarted ones."""
+        """The tasks that failed on their own, the root cause first, without restarted ones."""
         if self._only_lost_preempted_peers():
             return ()
         return self._diagnosis.failures(self.tasks, self._hung)
@@ -464,7 +465,7 @@ class Attempt:
         return max((task.progress().step for task in self.tasks), default=-1)
 
     def division(self) -> Division | None:
-        """How the first task that trains divides the run's time; None if none does here."""
+        """The first training task's division of the run's time; None if no task trains here."""
         first = next(iter(divisions(self.tasks).values()), None)
         return first and (first.until(goodput.now(), OTHER) if self.done() else first)
 
@@ -482,5 +483,5 @@ class Attempt:
         )
 
     def results(self) -> dict[str, bytes]:
-        """The pickled outcome of the payload's function in each task. Call once, after `end`."""
+        """The pickled outcome of the payload's function in each task. Call it once, after `end`."""
         return {task.name: task.result() for task in self.tasks}

@@ -38,7 +38,7 @@ from tfmw.observe import goodput
 from tfmw.observe.goodput import Division
 from tfmw.observe.trackers import RUN_ID
 
-_END_S = 5.0  # in which the server of elastic rounds ends
+_END_S = 5.0  # time for the server of elastic rounds to end
 
 _printed_notes: set[str] = set()
 """Notes that runs of this process have already printed."""
@@ -48,7 +48,7 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
     """Runs attempts until the restart policy ends the run.
 
     Returns:
-        How the run ended, and the function's outcome in each task, by the task's name.
+        The result of the run, and the function's outcome in each task, by the task's name.
 
     Raises:
         UsageError: invalid options, TF_CONFIG is set, a folder that can't be written.
@@ -139,7 +139,7 @@ def _served_rounds(job: LocalRun, environ: Mapping[str, str]) -> Iterator[dict[s
 def make_context(
     job: LocalRun, environ: Mapping[str, str], stop: Signals, stack: contextlib.ExitStack
 ) -> AttemptContext:
-    """The context of all attempts: their folder, network, environment and fork server."""
+    """Creates the context of all attempts: their folder, network, environment and fork server."""
     terminal = is_watched(job.stdout)
     live = task_name(*job.tasks[0]) if (terminal if job.live is None else job.live) else None
     display = Display(job.stdout, live)
@@ -156,15 +156,16 @@ def make_context(
         proxies = stack.enter_context(Gateway(network.listeners, environ)).environment
     spawner = stack.enter_context(Spawner(namespaces))
     spawner.tell_reaper(folder=job.scratch)
-    if job.log_dir is None and job.payload is not None:  # of a notebook, whose kernel may be killed
+    # a notebook's run, whose kernel may be killed
+    if job.log_dir is None and job.payload is not None:
         spawner.tell_reaper(folder=str(directory))
     env = task_environment(environ, terminal)
     several = len(job.tasks) > 1 or job.options.max_restarts > 0
     # A script that tfmw does not initialize may set variables that TensorFlow reads at its import.
     useful = several and env.get("TFMW_NO_INIT") != "1"
     if job.options.standby == "on" or (job.options.standby == "auto" and useful):
-        # Tasks get their run's id and proxy when they are forked: the next run can use the same
-        # fork server.
+        # Tasks get their run's id and proxy when they are forked, so that the next run can use the
+        # same fork server.
         shared = {name: value for name, value in env.items() if name != RUN_ID}
         spawner.fork_from_now_on(job.command, shared, keep=job.payload is not None)
     if note and (job.payload is None or note not in _printed_notes):

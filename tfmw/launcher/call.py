@@ -1,4 +1,4 @@
-"""Sends a function to a child process and its result back, for `tfmw.launch`.
+"""Transfer of a function to a child process, and of its result back, for `tfmw.launch`.
 
 Both are pickles in unnamed temporary files that only the launcher and its own child have open. No
 data from any other process is ever unpickled.
@@ -26,12 +26,12 @@ ELSEWHERE = "TFMW_ELSEWHERE"
 """Variable of tasks that may run on other machines than the caller: the host's name."""
 
 LARGE = 100 << 20
-"""Bytes from which an array is not copied into the pickle."""
+"""Size in bytes from which an array is not copied into the pickle."""
 
 Payload = Sequence[bytes | memoryview]
 """A packed call: the pickle, then its large arrays; empty for a script."""
 
-_ALIGNED = 64  # bytes; of what lies in the file, for vector instructions
+_ALIGNED = 64  # alignment in bytes of the file's content, for vector instructions
 
 Outcome = tuple[Any, BaseException | None, str]
 """The outcome in a child: (result, exception or None, its traceback as text)."""
@@ -106,7 +106,7 @@ def receive() -> Callable[[], None]:
             start += -start % _ALIGNED
             arrays.append(mapped[start : start + size])
             start += size
-    if ELSEWHERE in os.environ:  # packages may lie in other folders there
+    if ELSEWHERE in os.environ:  # packages may be in other folders there
         path = [*sys.path, *(p for p in path if p not in sys.path and os.path.isdir(p))]
     sys.path[:] = path
     result = open(int(os.environ.pop(RESULT_FD)), "wb")  # noqa: SIM115  (the call closes it)
@@ -127,14 +127,14 @@ def receive() -> Callable[[], None]:
 
 
 def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:
-    """Unpickles what the caller has sent.
+    """Unpickles the data that the caller has sent.
 
     Args:
         data: the pickle.
-        arrays: those that were not copied into it.
+        arrays: the arrays that were not copied into it.
 
     Raises:
-        UsageError: it needs a module that is not installed here.
+        UsageError: the data needs a module that is not installed here.
     """
     try:
         return pickle.loads(data, buffers=arrays)
@@ -160,6 +160,6 @@ def _dump_error(error: BaseException) -> bytes:
 
 
 def loaded(data: bytes) -> Outcome | None:
-    """The outcome in a child, from what it sent; None if it sent nothing."""
+    """The outcome in a child, from the data that it sent; None if it sent nothing."""
     outcome: Outcome | None = pickle.loads(data) if data else None
     return outcome

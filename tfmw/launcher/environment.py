@@ -28,7 +28,7 @@ def require_working_directory() -> str:
     """This process's working directory.
 
     Raises:
-        UsageError: it has been deleted.
+        UsageError: the directory has been deleted.
     """
     try:
         return os.getcwd()
@@ -76,7 +76,7 @@ def task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, st
     env["PYTHONUNBUFFERED"] = "1"
     env[CLOCK_ZERO] = str(clock_zero())
     env.pop("TFMW_TTY", None)
-    env.pop(task_process.VARIABLE, None)  # a task may have started this launcher
+    env.pop(task_process.VARIABLE, None)  # this launcher may itself run in a task
     if terminal:
         env["TFMW_TTY"] = "1"
         env.setdefault("COLUMNS", str(terminal_size().columns))
@@ -87,7 +87,7 @@ def task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, st
 def _token() -> str:
     """A secret with which this launcher's tasks authenticate each other (`Listener`).
 
-    The same for all runs of a process, because its fork server is kept between runs.
+    It is the same for all runs of a process, because its fork server is kept between runs.
     """
     return secrets.token_hex(32)
 
@@ -108,14 +108,16 @@ def visible_devices(
     """The variable that limits a task to its share of the GPUs, all shares of one size.
 
     Args:
-        rank: of the task among those of this host that train, from 0; None: it does not train.
-        tasks: on this host, that train.
-        environ: a list in its CUDA_VISIBLE_DEVICES is what is divided.
+        rank: rank of the task among the training tasks of this host, from 0; None: it does not
+        train.
+        tasks: number of training tasks on this host.
+        environ: environment; a list in its CUDA_VISIBLE_DEVICES is divided.
         devices: the directory of the GPUs' files.
 
     Returns:
-        CUDA_VISIBLE_DEVICES; nothing for one task, and with fewer GPUs than tasks. A task that does
-        not train gets no GPU, as TensorFlow takes all the memory of those it sees.
+        CUDA_VISIBLE_DEVICES; empty for a single task, and if there are fewer GPUs than tasks. A
+        task that does not train gets no GPU, as TensorFlow allocates all the memory of visible
+        GPUs.
     """
     if rank is None:
         return {VISIBLE: ""}
@@ -127,7 +129,7 @@ def visible_devices(
 
 
 def gpu_note(tasks: int, environ: Mapping[str, str], devices: Path = _DEVICES) -> str:
-    """One sentence if tasks that train here share GPUs, or leave some idle; else ""."""
+    """One sentence if training tasks on this host share GPUs, or leave some idle; otherwise ""."""
     gpus = _gpus(environ, devices)
     if tasks == 1 or not gpus:
         return ""
@@ -160,8 +162,8 @@ def _gpus(environ: Mapping[str, str], devices: Path) -> list[str]:
     if VISIBLE not in environ:
         return [str(number) for number in range(found)]
     listed = [gpu.strip() for gpu in environ[VISIBLE].split(",")]
-    # CUDA's rules, as in torch.cuda: the first entry chooses between UUIDs and numbers, the list
-    # ends at the first invalid entry, and one that repeats an earlier one hides all.
+    # CUDA's rules, as in torch.cuda: the first entry chooses between UUIDs and numbers; the list
+    # ends at the first invalid entry; an entry that repeats an earlier one hides all.
     kind = next((kind for kind in ("GPU-", "MIG-") if listed[0].startswith(kind)), "")
     gpus: list[str] = []
     for gpu in listed:

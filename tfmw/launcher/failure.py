@@ -1,4 +1,4 @@
-"""Why tasks failed: which of them is the root cause, and its own error as text.
+"""Causes of failed tasks: the root cause among them, and its own error as text.
 
 A task that loses a peer fails too, often before the peer has exited. Tasks record their own errors
 with times (`record_error`). Errors that only report the loss of a peer are marked as secondary. The
@@ -20,7 +20,7 @@ from tfmw.launcher.process import Task
 from tfmw.launcher.watchdog import HungTask
 
 MAX_LENGTH = 1000
-"""Length to which a message is cut; the task's log has all of it."""
+"""Maximum length of a message; the task's log has all of it."""
 
 _SIGNAL_HINTS = {
     signal.SIGKILL: "killed by someone, or by the kernel because memory ran out",
@@ -61,20 +61,20 @@ _NOISE = re.compile(r"\{\{function_node [^}]*\}\}|\[Op:\w+\](?: name:\s*)?")
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A task that failed, and why."""
+    """A task that failed, and the reason."""
 
-    task: str  # its name, "worker 1"
-    error: str = ""  # its own in one line, "ValueError: bad batch"; "" if it recorded none
-    status: int = 0  # of its exit, -9 for SIGKILL
-    how: str = ""  # that as text, "exit status 1"; "" if the launcher ended it
+    task: str  # name of the task, "worker 1"
+    error: str = ""  # its own error in one line, "ValueError: bad batch"; "" if it recorded none
+    status: int = 0  # exit status, -9 for SIGKILL
+    how: str = ""  # the status as text, "exit status 1"; "" if the launcher ended it
     detail: tuple[str, ...] = ()  # the last lines of its traceback, or of its log
-    log: Path | None = None  # its output
-    seconds: float = 0.0  # from its start to its failure
-    usage: bool = False  # it reported wrong usage or a wrong cluster description
+    log: Path | None = None  # file with its output
+    seconds: float = 0.0  # seconds from its start to its failure
+    usage: bool = False  # whether it reported wrong usage or a wrong cluster description
     attempt: int = 0
-    step: int = -1  # training steps that it had reported; negative before the first
-    external: bool = False  # the cause lies outside of the program: a signal, or a lost peer
-    secondary: bool = False  # it only reports that it lost a peer
+    step: int = -1  # number of training steps that it had reported; negative before the first
+    external: bool = False  # whether the cause is outside of the program: a signal, or a lost peer
+    secondary: bool = False  # whether it only reports that it lost a peer
     host: str = ""  # name of its machine, if the run has several
 
     @property
@@ -97,7 +97,7 @@ def kernel_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
 
 @dataclasses.dataclass
 class Diagnosis:
-    """Determines how the tasks of one attempt ended."""
+    """Determines the ends of the tasks of one attempt."""
 
     attempt: int
     # Monotonic seconds when the launcher began to end the tasks, which makes them fail later.
@@ -108,12 +108,12 @@ class Diagnosis:
         """Whether the task failed on its own, not because the launcher ended it."""
         if task.status is not None and task.ended <= self.ended_at:
             return task.status not in (0, PREEMPTED)
-        # It recorded a fatal error, and may hang at exit in threads or atexit handlers.
+        # The task recorded a fatal error, and may hang at exit in threads or atexit handlers.
         record = task.error()
         return record.get("fatal", False) and record["monotonic"] <= self.ended_at
 
     def failures(self, tasks: Sequence[Task], hung: HungTask | None) -> tuple[Failure, ...]:
-        """The failures of the tasks, the root cause first; `hung`: the watchdog's cause."""
+        """The failures of the tasks, the root cause first; `hung`: the watchdog's finding."""
         failed = [(task, task.error()) for task in tasks if self.failed(task)]
         if failed and all(record.get("secondary") for _, record in failed):
             # The cause may be a task that recorded its error and hung instead of exiting.
@@ -134,8 +134,9 @@ class Diagnosis:
         return tuple(found)
 
     def failure(self, task: Task, record: Mapping[str, Any]) -> Failure:
-        """How one task failed, from its exit status and its recorded error."""
-        # A task that recorded an error and was then killed by the launcher has no own status.
+        """The failure of one task, from its exit status and its recorded error."""
+        # A task that recorded an error and was then killed by the launcher has no status of its
+        # own.
         status = task.status if task.ended <= self.ended_at else None
         kills = kernel_kills() - self.kernel_kills_before
         how = "" if status is None else describe_status(status, kills)
@@ -183,7 +184,7 @@ def _described(record: Mapping[str, Any], how: str, log: Path) -> tuple[str, str
 
 
 def tail(log: Path, lines: int = 12) -> tuple[str, ...]:
-    """The last informative lines of a log; none if it cannot be read."""
+    """The last informative lines of a log; empty if it cannot be read."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - 8192))
@@ -216,7 +217,7 @@ def is_external(status: int | None, record: Mapping[str, Any] | None) -> bool:
 
     Args:
         status: its own exit status, as in subprocess; None if the launcher ended it.
-        record: of `record_error`, in the task.
+        record: the record of `record_error` in the task.
     """
     if status is not None and status < 0 and not (record and record["fatal"]):
         return -status not in _OWN_SIGNALS

@@ -14,7 +14,7 @@ PR_SET_CHILD_SUBREAPER). On other systems each task imports TensorFlow itself.
 
 A forked task shares the memory of the imports until it writes there. At its end Python would free
 all of that, and Linux would first copy it for each task: 140 MB, and a sixth of the processor time
-of a short task. So a task ends without that.
+of a short task. So a task ends without freeing it.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ _imported = {"__main__"}  # names of modules that tasks do not import themselves
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _PR_GET_CHILD_SUBREAPER = 37
 
-# Sent to all processes of a job; the launcher ends this process itself.
+# Signals that are sent to all processes of a job; the launcher ends this process itself.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 # ---- in the launcher ----------------------------------------------------------------------------
 
-# Runs in several threads share a fork server: its messages have no sender, and whether orphans
-# become children is a property of the process.
+# Runs in several threads share a fork server. Its messages have no sender, and the adoption of
+# orphans is a property of the process.
 _one_thread = threading.RLock()
 
 
 class ForkServer:
     """The launcher's side of the fork server.
 
-    Variables in `env` that change imports must be the same for all tasks.
+    Variables in `env` that affect imports must be the same for all tasks.
     """
 
     def __init__(self, start: Sequence[str], shown: Sequence[str], env: Mapping[str, str]) -> None:
         self._control, remote = socket.socketpair()
         with remote:
             self._process = subprocess.Popen(
-                # `start` runs `serve`; `ps` shows the last arguments for it and its tasks.
+                # `start` runs `serve`; `ps` shows the last arguments for the server and its tasks.
                 [*start, str(remote.fileno()), *shown],
                 stdin=subprocess.DEVNULL,
-                # A task that imports TensorFlow itself meets and reports the same error.
+                # A task that imports TensorFlow itself gets and reports the same error.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=env,
@@ -103,7 +103,7 @@ class ForkServer:
                 self._give_up()
 
     def is_settled(self, wait_s: float) -> bool:
-        """Whether it has imported or died, after waiting a moment for that."""
+        """Whether it has completed its imports or died, after a short wait."""
         if self._ready is None:
             with contextlib.suppress(OSError, ValueError):  # another thread may close it
                 select.select([self._control], [], [], wait_s)
@@ -123,7 +123,7 @@ class ForkServer:
 
         Args:
             command: arguments of `task.py`.
-            env: its whole environment.
+            env: the task's whole environment.
             descriptors: number of each descriptor in the task -> number in this process.
 
         Returns:
@@ -155,7 +155,7 @@ class ForkServer:
         return pid
 
     def close(self) -> None:
-        """Ends it; tasks forked from it keep running."""
+        """Ends the server; tasks forked from it keep running."""
         with _one_thread:
             self._ready = False
             self._control.close()
@@ -169,7 +169,7 @@ _kept: tuple[dict[str, str], ForkServer] | None = None
 def kept(start: Sequence[str], shown: Sequence[str], env: Mapping[str, str]) -> ForkServer:
     """The fork server of all runs of this process, until the environment changes.
 
-    For notebooks, where each cell may start workers.
+    Notebooks use it, as each cell may start workers.
     """
     global _kept
     with _one_thread:
@@ -207,12 +207,12 @@ def _adopting() -> Iterator[None]:
 def serve(control: int) -> list[str]:
     """Imports TensorFlow, and forks tasks until the launcher has exited.
 
-    It returns in each forked task only: the task's arguments.
+    The function returns in each forked task only, with the task's arguments.
     """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
     _import_everything()
-    # So that garbage collection in tasks does not write to shared pages. The garbage of the imports
-    # stays: that is 1 MB, and to look for it takes a quarter of a second.
+    # Garbage collection in tasks must not write to shared pages. The garbage of the imports stays:
+    # it is 1 MB, and a search for it takes a quarter of a second.
     gc.freeze()
     _imported.update(sys.modules)
     with socket.socket(fileno=control) as launcher:
@@ -245,7 +245,7 @@ def _fork_task(launcher: socket.socket) -> bool:
             os._exit(0)
         os.setsid()
         with of_task:
-            # Only now, as the launcher ends tasks by their group.
+            # Sent only now, as the launcher ends tasks by their group.
             of_task.send(str(os.getpid()).encode())
             of_task.recv(1)  # end of file: the intermediate process has exited
         return False
@@ -277,9 +277,9 @@ def _become(received: Sequence[int]) -> list[str]:
 
 
 def end_task(status: int) -> NoReturn:
-    """Ends a forked task as Python ends a process, but the modules of the fork server stay.
+    """Ends a forked task as Python ends a process, but keeps the modules of the fork server.
 
-    Threads are waited for, functions of `atexit` run, and objects of the task are finalized.
+    Threads are joined, functions of `atexit` run, and objects of the task are finalized.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -293,7 +293,7 @@ def end_task(status: int) -> NoReturn:
 
 
 def _flush_files() -> None:
-    """Writes the buffers of this task's open files, as their end would."""
+    """Flushes the buffers of this task's open files, as closing them would."""
     kinds = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom
     for stream in [sys.stdout, sys.stderr, *gc.get_objects()]:
         if issubclass(type(stream), kinds):
@@ -302,7 +302,7 @@ def _flush_files() -> None:
 
 
 def _reseed() -> None:
-    """Seeds generators that were seeded at import, or all tasks would draw the same numbers.
+    """Seeds generators that were seeded at import; otherwise all tasks would draw equal numbers.
 
     NumPy 1 seeds its generator at import, NumPy 2 at first use. TensorFlow seeds its generator at
     the first operation. Python seeds its own generator again after a fork.
@@ -313,7 +313,7 @@ def _reseed() -> None:
 
 def _import_everything() -> None:
     """Imports all public modules of tfmw, and with them TensorFlow and Keras."""
-    with contextlib.suppress(Exception):  # a task meets and reports the same error
+    with contextlib.suppress(Exception):  # a task gets and reports the same error
         import tfmw
         from tfmw.cluster.imports import without_collection
 

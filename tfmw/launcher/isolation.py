@@ -1,4 +1,4 @@
-"""A private network for the tasks of a local cluster: a loopback interface only.
+"""A private network for the tasks of a local cluster, with a loopback interface only.
 
     network = create([5000])                 # Network, or Impossible("why")
     with Spawner(network.namespaces) as spawner: ...
@@ -7,8 +7,8 @@
 tf.distribute's gRPC server has no authentication and listens on all addresses: anyone who can
 connect to the port can run code. In a network namespace of their own the tasks connect to each
 other only, and no other process can connect to them. A socket belongs to the namespace in which it
-was created, wherever its descriptor goes: so the launcher can accept connections of tasks, and
-connect outside for them (see `network`).
+was created, in any process that has its descriptor. So the launcher can accept connections of
+tasks, and connect to outside servers for them (see `network`).
 
 A helper process creates the namespaces and the sockets, and sends their descriptors: the launcher
 may have threads, and a process with threads cannot enter a user namespace. Each task enters the
@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 PROXY_PORT = 3128
-"""The first listener's port, or the next that is free: not one that the system gives to tasks."""
+"""The first listener's port, or the next free one; the system does not assign it to tasks."""
 
-MAX_PORTS = 200  # of 253 descriptors in one message: SCM_MAX_FD, unix(7)
+MAX_PORTS = 200  # a message may have 253 descriptors: SCM_MAX_FD, unix(7)
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # sched.h
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1  # netdevice(7)
@@ -53,9 +53,9 @@ class Network:
     """A private network.
 
     Args:
-        namespaces: descriptors, in the order in which a process enters them.
-        listeners: sockets that listen at 127.0.0.1 in the network: for a proxy, then one for each
-            port that was asked for.
+        namespaces: descriptors of the namespaces, in the order in which a process enters them.
+        listeners: sockets that listen at 127.0.0.1 in the network: one for a proxy, then one for
+            each requested port.
     """
 
     namespaces: tuple[int, ...]
@@ -73,10 +73,10 @@ def create(ports: Sequence[int] = ()) -> Network:
     """Creates a private network with its loopback interface up.
 
     Args:
-        ports: where to listen, beside the port of a proxy.
+        ports: ports of further listeners, in addition to that of a proxy.
 
     Raises:
-        Impossible: the system doesn't allow it.
+        Impossible: the system doesn't allow a private network.
     """
     if not sys.platform.startswith("linux"):
         raise Impossible("only Linux has network namespaces")
@@ -157,7 +157,8 @@ def _help(control: int, ports: Sequence[int]) -> None:
         try:
             namespaces, listeners = _unshare(), [*map(socket.create_server, at)]
         except OSError as error:
-            launcher.send((error.strerror or str(error)).encode())  # "unshare: Operation not..."
+            # for example "unshare: Operation not..."
+            launcher.send((error.strerror or str(error)).encode())
             return
         descriptors = [*namespaces, *(listener.fileno() for listener in listeners)]
         socket.send_fds(launcher, [str(len(namespaces)).encode()], descriptors)

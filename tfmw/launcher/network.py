@@ -1,11 +1,12 @@
-"""Whether the tasks of a run get a private network, and their connections from it to outside.
+"""Choice of a private network for the tasks of a run, and their connections to the outside.
 
     network, note = choose_network("auto", tasks)
     with Gateway(network.listeners, environ) as gateway:
         env |= gateway.environment
 
-Nobody connects into the private network. Out of it lead an HTTP proxy, and the ports of this
-machine's own servers at localhost: MLflow at localhost:5000, say. `proxy` serves a connection.
+No outside process can connect into the private network. From inside, tasks reach an HTTP proxy, and
+the ports of this machine's own servers at localhost, such as MLflow at localhost:5000. `proxy`
+serves a connection.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import AutoOnOff
 
 MAX_CONNECTIONS = 256
-"""Connections to outside at a time, of all tasks; more are closed at once."""
+"""Maximum number of connections to the outside, of all tasks; more are closed at once."""
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 _NO_PROXIES = ("no_proxy", "no_grpc_proxy")
@@ -65,7 +66,7 @@ def choose_network(
 def local_servers(proc: Path = Path("/proc")) -> list[int]:
     """Ports at which servers of this machine listen at localhost.
 
-    Without those that the system gives to programs which ask for any port: tasks get these.
+    Ephemeral ports are not included, as the system assigns them to tasks.
     """
     with contextlib.suppress(OSError, ValueError):
         ports = set()
@@ -81,11 +82,12 @@ def local_servers(proc: Path = Path("/proc")) -> list[int]:
 
 
 class Gateway:
-    """Connects tasks in a private network to servers outside, until its end.
+    """Connects tasks in a private network to servers outside, until it is closed.
 
     Args:
-        listeners: sockets in the private network: of the proxy, then of each port of localhost.
-        environ: the user's environment; names a proxy of the user's, if any.
+        listeners: sockets in the private network: that of the proxy, then one for each port of
+        localhost.
+        environ: the user's environment, which may name a proxy.
     """
 
     def __init__(self, listeners: Sequence[socket.socket], environ: Mapping[str, str]) -> None:
@@ -98,7 +100,7 @@ class Gateway:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that lead the tasks' HTTP clients, and gRPC to other machines, to the proxy."""
+        """Variables that send the tasks' HTTP, and gRPC to other machines, to the proxy."""
         _, port = self._listeners[0].getsockname()
         variables = dict.fromkeys(_PROXIES, f"http://127.0.0.1:{port}")
         variables |= dict.fromkeys(_NO_PROXIES, _LOOPBACK)
@@ -120,7 +122,7 @@ class Gateway:
         with selectors.DefaultSelector() as waiting:
             for index, listener in enumerate(self._listeners):
                 port = listener.getsockname()[1] if index else None
-                listener.setblocking(False)  # whoever connected may be gone before the accept
+                listener.setblocking(False)  # the client may be gone before the accept
                 waiting.register(listener, selectors.EVENT_READ, (listener, port))
             while not self._closing:
                 for key, _ in waiting.select():
@@ -129,7 +131,7 @@ class Gateway:
     def _accept_one(self, listener: socket.socket, port: int | None) -> None:
         try:
             client, _ = listener.accept()
-        except OSError:  # the end, or this process has too many files open
+        except OSError:  # the gateway is closed, or this process has too many open files
             time.sleep(0.0 if self._closing else 0.1)
             return
         with self._lock:
@@ -142,7 +144,7 @@ class Gateway:
             client.close()
 
     def _serve(self, client: socket.socket, port: int | None) -> None:
-        from tfmw.launcher import proxy  # 0.1 s, which most runs need not wait for
+        from tfmw.launcher import proxy  # takes 0.1 s, for which most runs need not wait
 
         with client, contextlib.suppress(OSError, ValueError):
             try:
@@ -166,7 +168,7 @@ _NO_NETWORK = re.compile(
 def network_hint(failures: Sequence[Failure]) -> str:
     """A line for the user if a program may have failed for lack of a network; else ""."""
     lines = [line for f in failures[:1] for line in (f.error, *f.detail)]
-    # The proxy's own errors say so: that server cannot be reached from this machine either.
+    # The proxy's own errors mean that this machine cannot reach the server, either.
     if not any(_NO_NETWORK.search(line) and "outside of the private" not in line for line in lines):
         return ""
     return (

@@ -36,7 +36,7 @@ class RunOptions:
     """The options of `tfmw run` that concern processes and failures; `tfmw.cli` describes them."""
 
     max_restarts: int = 0
-    min_workers: int | None = None  # None: all
+    min_workers: int | None = None  # None: all workers
     monitor_interval_s: float = 0.05
     # Validation, prediction, exports and backups report progress too. Other code of a script,
     # between or after its steps, must call `report_progress`. 0: no limit.
@@ -49,7 +49,7 @@ class RunOptions:
 
     @property
     def leave_s(self) -> float:
-        """Seconds in which tasks that are asked to leave save their state and exit."""
+        """Seconds in which tasks that are asked to leave must save their state and exit."""
         return PREEMPT_GRACE_S if self.preempt_grace_s is None else self.preempt_grace_s
 
     def check(self, workers: int) -> None:
@@ -85,12 +85,14 @@ class LocalRun:
     """A command to run, its tasks, and the options of the run."""
 
     command: Sequence[str]  # the arguments of `task.py`: "script", its path, its flags
-    tasks: Sequence[tuple[str, int]]  # (kind, index) of each
+    tasks: Sequence[tuple[str, int]]  # (kind, index) of each task
     options: RunOptions = dataclasses.field(default_factory=RunOptions)
     # The run's folder is created in it; None: in a temporary directory.
     log_dir: str | os.PathLike[str] | None = None
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # added for the tasks
-    stdout: TextIO = dataclasses.field(default_factory=lambda: sys.stdout)  # for their output
+    # variables added for the tasks
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # stream for their output
+    stdout: TextIO = dataclasses.field(default_factory=lambda: sys.stdout)
     # Whether the chief's output is printed without labels; None: on a terminal or in a notebook.
     live: bool | None = None
     grace_s: float = GRACE_S

@@ -8,7 +8,7 @@ Every line is labelled with its task. The bytes of the one live task are the exc
 the terminal unchanged, so that its progress bar moves. A labelled line that arrives while the live
 task is in the middle of its line is printed above that line.
 
-Uninformative log lines of TensorFlow are left out: notices as it starts, follow-up errors of a lost
+Uninformative log lines of TensorFlow are hidden: notices at its start, follow-up errors of a lost
 peer.
 
     I0000 00:00:1795264727.917557   12869 cudart_stub.cc:31] Could not find cuda drivers on ...
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tfmw.launcher.process import Task
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_MAX_PENDING = 1 << 16  # characters of one unfinished line that are kept
+_MAX_PENDING = 1 << 16  # most characters of one unfinished line that are kept
 
 # "I0000 00:00:1795264727.917557   12869 " before, "2026-01-31 12:00:00.123456: I path/to/" after
 # absl's log is initialized.
@@ -47,7 +47,7 @@ _ABORT = r"base_collective_executor\.cc:\d+\] BaseCollectiveExecutor::StartAbort
 _REST = r"[^\n]*(?:\n|$)"
 
 _MESSAGES = (
-    # source file, start of the message
+    # (source file, start of the message)
     (r"cudart_stub\.cc", "Could not find cuda drivers on your machine, GPU will not be used"),
     (r"cpu_feature_guard\.cc", "This TensorFlow binary is optimized to use available CPU instr"),
     (r"(?:port|util)\.cc", "oneDNN custom operations are on"),
@@ -88,7 +88,7 @@ def without_notices(text: str) -> str:
 
 
 def collapse(line: str) -> str:
-    r"""The text that a terminal shows in the end for a line: "\r 1/9\r 9/9" is " 9/9".
+    r"""The final text that a terminal shows for a line: "\r 1/9\r 9/9" is " 9/9".
 
     Keras overwrites its progress bar with backspaces and carriage returns, even if its output is
     not a terminal.
@@ -116,7 +116,7 @@ class Display:
 
     def __init__(self, out: TextIO, live: str | None = None) -> None:
         self.broken = False
-        self._problem = ""  # why output was dropped
+        self._problem = ""  # reason why output was dropped
         self._out = out
         self._live = live
         self._shown = ""  # the live task's unfinished line on the terminal

@@ -1,4 +1,4 @@
-"""One task of a local cluster: a process, its log, its progress, its exit status."""
+"""One task of a local cluster: its process, log, progress and exit status."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tfmw.observe.progress import PROGRESS_FILE, Progress
 from tfmw.observe.recorded_errors import ERROR_FILE
 from tfmw.observe.recorder import EXCHANGES_FILE, RecordedExchange, make_file, read_exchanges
 
-_POLL_S = 0.02  # between two looks at a file of stacks
+_POLL_S = 0.02  # interval between two reads of a file of stacks
 
 
-_MAX_UNFINISHED = 1 << 16  # bytes of an unfinished line, from which its earlier texts are dropped
+_MAX_UNFINISHED = 1 << 16  # bytes of an unfinished line after which its earlier texts are dropped
 
 
 def _last_text(line: bytes) -> bytes:
-    r"""The text that a terminal shows in the end for a line: b"\r 1/9\r 9/9" is b" 9/9"."""
+    r"""The final text that a terminal shows for a line: b"\r 1/9\r 9/9" is b" 9/9"."""
     if b"\r" not in line:
         return line
     texts = [text.replace(b"\b", b"") for text in line.split(b"\r")]
@@ -37,19 +37,19 @@ def _last_text(line: bytes) -> bytes:
 
 
 def task_name(kind: str, index: int) -> str:
-    """The task's label: "worker 1", "ps 0"; there is one chief and one evaluator."""
+    """Label of a task: "worker 1", "ps 0"; there is one chief and one evaluator."""
     return kind if kind in ("chief", "evaluator") else f"{kind} {index}"
 
 
 @dataclasses.dataclass(eq=False)
 class TaskFiles:
-    """The files of one task of this machine, and its process as /proc shows it."""
+    """Files of one task of this machine, and its process in /proc."""
 
     kind: str  # "worker", "chief", "ps" or "evaluator"
-    index: int  # among those of its kind
-    attempt: Path  # the attempt's directory; the task's own folder is in it
+    index: int  # index among the tasks of its kind
+    attempt: Path  # directory of the attempt, with the task's own folder
     restart: int = 0  # number of times that it was restarted alone in this attempt
-    pid: int = 0  # of its process; 0 before the start
+    pid: int = 0  # id of its process; 0 before the start
 
     def __post_init__(self) -> None:
         self.name = task_name(self.kind, self.index)
@@ -62,14 +62,14 @@ class TaskFiles:
             EXCHANGES_FILE: self.directory / "exchanges",
             STACKS_FILE: self.directory / "stacks",
         }
-        self.division = Division(at=goodput.now())  # of the run's time before this task
-        self.status: int | None = None  # as in subprocess: -9 is SIGKILL
+        self.division = Division(at=goodput.now())  # division of the run's time before this task
+        self.status: int | None = None  # status as in subprocess: -9 is SIGKILL
         self._progress = Progress()
 
     def make(self) -> None:
         """Creates the files that the task writes at every step, at their full size.
 
-        So a report never needs disk space.
+        This way a report never needs disk space.
         """
         self.directory.mkdir(parents=True)
         make_file(self.files[EXCHANGES_FILE])
@@ -86,7 +86,7 @@ class TaskFiles:
         return read_exchanges(self.files[EXCHANGES_FILE])
 
     def stacks(self, timeout_s: float) -> str:
-        """The stacks of its threads; "" if it does not write them in that time."""
+        """Stacks of the task's threads; "" if it does not write them in that time."""
         file = self.files[STACKS_FILE]
         if not self.catches(STACKS):
             return ""
@@ -102,7 +102,7 @@ class TaskFiles:
         return text
 
     def has_ended(self) -> bool:
-        """Whether its process has ended."""
+        """Whether the task's process has ended."""
         return self._state() in ("", "Z", "X")
 
     def stopped(self) -> bool:
@@ -127,7 +127,7 @@ class TaskFiles:
             return ""
 
     def error(self) -> dict[str, Any]:
-        """The error that the task recorded with `record_error`; empty without one."""
+        """The error that the task recorded with `record_error`; empty if it recorded none."""
         try:
             record: dict[str, Any] = json.loads(self.files[ERROR_FILE].read_text())
         except (OSError, ValueError):
@@ -142,7 +142,7 @@ class TaskFiles:
 
 
 def divisions(tasks: Sequence[TaskFiles]) -> dict[str, Division]:
-    """How the tasks that train divide the run's time: the workers, or their coordinator."""
+    """Divisions of the run's time by the tasks that train: the workers, or their coordinator."""
     trains = [task for task in tasks if task.kind == "chief"]
     trains = trains or [task for task in tasks if task.kind == "worker"]
     return {task.name: task.progress().division for task in trains}
@@ -150,25 +150,26 @@ def divisions(tasks: Sequence[TaskFiles]) -> dict[str, Division]:
 
 @dataclasses.dataclass(eq=False)
 class Task(TaskFiles):
-    """One process of the cluster: its role, its log, its exit status."""
+    """One process of the cluster, with its role, its log and its exit status."""
 
-    env: dict[str, str] = dataclasses.field(default_factory=dict)  # its own variables are added
+    # the task's own variables are added
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Absolute: a script may change its working directory.
+        # Absolute, as a script may change its working directory.
         named = {name: os.path.abspath(path) for name, path in self.files.items()}
         self.env = {**self.env, **named, "TFMW_TASK": self.name}
-        self.started = self.ended = 0.0  # monotonic seconds, as seen by the launcher
+        self.started = self.ended = 0.0  # monotonic seconds, as observed by the launcher
         self.stream: int | None = None  # the launcher's end of its standard output and error
         self._log: IO[bytes] | None = None
         self._unfinished = b""  # the last line of the output
-        self._line_at = 0  # where it begins in the log
-        self._call: IO[bytes] | None = None  # its standard input
+        self._line_at = 0  # position of that line in the log
+        self._call: IO[bytes] | None = None  # standard input of the task
         self._result: IO[bytes] | None = None
 
     def prepare(self, payload: call.Payload | None) -> None:
-        """Makes its files; those of the call that it receives, if any, and of its result too."""
+        """Creates its files, and those of its call and result, if it gets a call."""
         self.make()
         if payload is not None:
             self._call = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115  (closed in start)
@@ -178,9 +179,9 @@ class Task(TaskFiles):
             self.env[call.RESULT_FD] = str(self._result.fileno())
 
     def start(self, spawner: Spawner, command: Sequence[str], terminal: bool) -> None:
-        """Starts the process, once it is prepared; it dies with the calling thread (see `task`).
+        """Starts the prepared process, which dies with the calling thread (see `task`).
 
-        It writes to a terminal or a pipe; `command` has the arguments of `task.py`.
+        Its output is a terminal or a pipe; `command` has the arguments of `task.py`.
         """
         self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
         self.started = time.monotonic()
@@ -190,7 +191,7 @@ class Task(TaskFiles):
             self.pid, self.stream = spawner.spawn(command, stdin, terminal, fds, self.env)
 
     def result(self) -> bytes:
-        """The pickled outcome of the call; b"" without one. Call it once, after the end."""
+        """The pickled outcome of the call; b"" without a call. Call it once, after the end."""
         if self._result is None:
             return b""
         with self._result as file:
@@ -210,7 +211,7 @@ class Task(TaskFiles):
         return data
 
     def _write_log(self, data: bytes) -> None:
-        """Appends to the log; of a line that is overwritten, as by a bar, the last text only."""
+        """Appends to the log; of an overwritten line, as of a progress bar, the last text."""
         assert self._log is not None
         lines = (self._unfinished + data).split(b"\n")
         texts = [_last_text(line) for line in lines]
@@ -218,7 +219,8 @@ class Task(TaskFiles):
         self._log.write(b"\n".join(texts))
         self._log.truncate()
         self._unfinished = lines[-1] if len(lines[-1]) <= _MAX_UNFINISHED else texts[-1]
-        if len(self._unfinished) > _MAX_UNFINISHED:  # without end, and never overwritten
+        # a line without an end that is never overwritten
+        if len(self._unfinished) > _MAX_UNFINISHED:
             self._unfinished = texts[-1] = b""
         self._line_at = max(0, self._log.tell() - len(texts[-1]))
 
@@ -249,7 +251,7 @@ class Task(TaskFiles):
             self.stream = None
         if self._log is not None:
             error = self.error()
-            if error.get("usage"):  # which the task leaves to the launcher
+            if error.get("usage"):  # the task leaves this message to the launcher
                 with contextlib.suppress(OSError):
                     self._log.write(f"tfmw: {error['message']}\n".encode())
             self._log.close()

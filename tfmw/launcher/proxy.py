@@ -1,11 +1,11 @@
-"""A connection from the tasks' private network to a server outside: as an HTTP proxy, or by port.
+"""Connections from the tasks' private network to outside servers, by an HTTP proxy or by port.
 
     ServedRequest(client, environ)      # CONNECT host:port, or GET http://host/path
     serve_port(client, 5000)            # localhost:5000 of this machine
 
 The launcher accepts on sockets that were created inside the network (see `isolation`) and connects
-outside, so names are resolved outside too. A proxy that the user's environment names is used for
-those connections, except for hosts in the user's `no_proxy`.
+outside, so names are resolved outside too. These connections use the proxy that the user's
+environment names, except for hosts in the user's `no_proxy`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Url = urllib.parse.SplitResult
 
 CONNECT_TIMEOUT_S = 60.0
 
-_BLOCK = 1 << 16  # bytes
+_BLOCK = 1 << 16  # bytes of a block
 # RFC 9110, 7.6.1: fields for the next hop only.
 _HOP_BY_HOP = ("connection", "keep-alive", "proxy-connection", "proxy-authorization")
 
@@ -37,20 +37,20 @@ def serve_port(client: socket.socket, port: int) -> None:
 
 
 class ServedRequest(http.server.BaseHTTPRequestHandler):
-    """The request of one connection. It is read, connected to its server, and complete once made.
+    """The request of one connection, which the constructor reads, connects and completes.
 
-    The constructor of the base class does everything.
+    The constructor of the base class does all of this.
     """
 
     protocol_version = "HTTP/1.1"
-    timeout = CONNECT_TIMEOUT_S  # for the request line and its headers
+    timeout = CONNECT_TIMEOUT_S  # time for the request line and its headers
 
     def __init__(self, client: socket.socket, environ: Mapping[str, str]) -> None:
         self._environ = environ
         super().__init__(client, ("the private network", 0), None)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        """Connects to the server, or to the user's proxy for it, and relays what both send."""
+        """Connects to the server, or to the user's proxy for it, and relays both directions."""
         self.close_connection = True
         tunnel = self.command == "CONNECT"
         url = urllib.parse.urlsplit(f"https://{self.path}" if tunnel else self.path)
@@ -77,13 +77,13 @@ class ServedRequest(http.server.BaseHTTPRequestHandler):
         if proxy is None:
             self.send_response_only(200, "Connection established")
             self.end_headers()
-        else:  # its response is the client's
+        else:  # the client gets its response
             fields = [f"Host: {self.path}", *_authorization(proxy)]
             server.sendall(_head(f"CONNECT {self.path} HTTP/1.1", fields))
         _relay(self.connection, _blocks(self.rfile.read1), server, _blocks(server.recv))
 
     def _forward(self, server: socket.socket, url: Url, proxy: Url | None) -> None:
-        """Sends a plain request on; one request per connection, so any body may follow."""
+        """Forwards a plain request; a connection has one request, so any body may follow."""
         origin = url._replace(scheme="", netloc="", path=url.path or "/", fragment="").geturl()
         fields = [f"{k}: {v}" for k, v in self.headers.items() if k.lower() not in _HOP_BY_HOP]
         fields += ["Connection: close", *([] if proxy is None else _authorization(proxy))]
@@ -96,7 +96,7 @@ class ServedRequest(http.server.BaseHTTPRequestHandler):
             _relay(self.connection, body, server, _closing(server), half_close=False)
 
     def handle_expect_100(self) -> bool:
-        """Leaves the answer to the server."""
+        """Lets the server answer."""
         return True
 
     def log_message(self, *_: object) -> None:
@@ -118,8 +118,8 @@ def _body(reader: Any, length: int) -> Iterator[bytes]:
 def _closing(server: socket.socket) -> Iterator[bytes]:
     """Yields a server's response, with a field that says that the connection ends with it.
 
-    Many servers do not send it, though they were asked to close: the client would send its next
-    request while the connection is being closed.
+    Many servers do not send it, although the request asked them to close. The client would send its
+    next request while the connection is being closed.
     """
     received = b""
     while (data := server.recv(_BLOCK)) and len(received) <= _BLOCK:
@@ -195,7 +195,7 @@ def _relay(
 ) -> None:
     """Copies in both directions until the server has closed its end, or a connection is lost.
 
-    The client's end is passed on to the server only if `half_close`.
+    The client's end of stream is passed on to the server only if `half_close`.
     """
     arguments = from_client, client, server, half_close
     up = threading.Thread(target=_copy, args=arguments, daemon=True)

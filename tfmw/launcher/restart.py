@@ -7,8 +7,9 @@
 The policy starts no process and reads no clock: it maps an attempt's outcome to a decision.
 docs/howto/restarts.md has the tables: which tasks restart, and the cost of each kind of end.
 
-A crash loop is the same error at the same step twice, or three attempts in a row that end without
-progress because of errors of the program. Progress is a larger step than in any attempt before.
+A crash loop is the same error at the same step twice. It is also three attempts in a row that end
+without progress because of errors of the program. Progress is a larger step than in any attempt
+before.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ UPTIME_AS_PROGRESS_S = 60.0
 """Running time that counts as progress for a program that reports no steps."""
 
 ERRORS_WITHOUT_PROGRESS = 3
-"""Attempts in a row without progress, ended by the program's errors, that are a crash loop."""
+"""Number of failures in a row without progress, by the program's errors, in a crash loop."""
 
 EARLY_DEATHS = 2
-"""Deaths in a row before the first step after which `--min-workers` drops a worker."""
+"""Number of deaths in a row before the first step after which `--min-workers` drops a worker."""
 
-_COUNTS = ("restarts", "step", "stalled", "own_errors")  # of a policy that are saved as they are
+# counters of a policy that are saved unchanged
+_COUNTS = ("restarts", "step", "stalled", "own_errors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +67,11 @@ class AttemptOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The action after an attempt.
+    """Action after an attempt.
 
     Args:
         restart: whether to start another attempt.
-        message: for the user; "" for none.
+        message: message for the user; "" for none.
         delay_s: seconds to wait before the next attempt.
         workers: number of workers of the next attempt.
     """
@@ -81,9 +83,9 @@ class Decision:
 
 
 def restarts_alone(kind: str, has_ps: bool, elastic: bool = False) -> bool:
-    """Whether a task that died is restarted alone: the others can continue without it.
+    """Whether a dead task restarts alone, because the others can continue without it.
 
-    All restart if collectives cannot be rebuilt, or variables or their names are lost.
+    All tasks restart if collectives cannot be rebuilt, or variables or their names are lost.
     """
     return kind == "evaluator" or (kind == "worker" and (has_ps or elastic))
 
@@ -98,20 +100,21 @@ class RestartPolicy:
     """Counts restarts, and decides after each attempt."""
 
     options: RunOptions
-    workers: int  # of the next attempt
-    restarts: int = 0  # so far that count
+    workers: int  # number of workers of the next attempt
+    restarts: int = 0  # number of counted restarts so far
     step: int = -1  # the largest step of all attempts
-    stalled: int = 0  # attempts in a row without progress
-    own_errors: int = 0  # of them, those that an error of the program ended
-    errors: set[tuple[str, int]] = dataclasses.field(default_factory=set)  # (error, step) so far
-    division: Division | None = None  # the run's time so far, if whoever leads it keeps that
+    stalled: int = 0  # number of attempts in a row without progress
+    own_errors: int = 0  # number of them that an error of the program ended
+    # pairs (error, step) so far
+    errors: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+    division: Division | None = None  # the run's time so far, if the leading process records it
 
     def __post_init__(self) -> None:
         self._attempt = 0
         self._early_deaths: list[str] = []  # tasks that failed before any step, in a row
 
     def decide(self, outcome: AttemptOutcome) -> Decision:
-        """Decides after an attempt. Call once for each attempt, in order."""
+        """Decides after an attempt. Call it once for each attempt, in order."""
         self._attempt = (self._attempt if outcome.attempt is None else outcome.attempt) + 1
         if outcome.signals or not (outcome.failures or outcome.preempted):
             return Decision(False)
@@ -125,13 +128,13 @@ class RestartPolicy:
         return self._after_failure(outcome)
 
     def saved(self) -> dict[str, Any]:
-        """The counts so far, as JSON: another host may have to continue with them."""
+        """Counters so far, as JSON: another host may have to continue with them."""
         counts = {name: getattr(self, name) for name in _COUNTS}
         division = self.division and list(self.division.values())
         return {**counts, "errors": sorted(map(list, self.errors)), "division": division}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from what `saved` returned on another host."""
+        """Continues with the counters that `saved` returned on another host."""
         for name in _COUNTS:
             setattr(self, name, int(saved[name]))
         self.division = Division.of(saved["division"]) if saved["division"] else None
@@ -185,7 +188,7 @@ class RestartPolicy:
         return Decision(True, message, delay, self.workers)
 
     def _crash_loop(self, outcome: AttemptOutcome) -> str:
-        """Why the program is in a crash loop, as a clause; "" if it is not."""
+        """Reason why the program is in a crash loop, as a clause; "" if it is not."""
         # If one task was killed from outside, errors of other tasks may be a consequence.
         if any(failure.external for failure in outcome.failures):
             return ""

@@ -1,4 +1,4 @@
-"""How a run ended: its exit status, and the final lines for the user."""
+"""Result of a run: its exit status, and the final lines for the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfmw.launcher.failure import Failure, describe_status
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended.
+    """Result of a run.
 
     Args:
         status: 0 all done; 1 a task failed; 2 a task reported wrong usage or a wrong cluster
@@ -28,7 +28,7 @@ class Result:
         attempts: number of times that all tasks were started.
         restarts: restarts, of all tasks or of one, that count against `max_restarts`.
         hint: one more line for the user; "" for none.
-        goodput: a line about the run's time, over all attempts; None if it has made no step.
+        goodput: a line about the run's time, over all attempts; None if no step was made.
     """
 
     status: int
@@ -41,7 +41,7 @@ class Result:
     goodput: str | None = None
 
     def summary(self) -> list[str]:
-        """Lines for the user; the last one names the first task that failed and its own error."""
+        """Lines for the user; the last one has the first failed task and its own error."""
         lines = [self.goodput] if self.goodput else []
         if self.status == PREEMPTED:
             lines.append("the tasks saved their state and exited; the same command resumes the run")
@@ -57,9 +57,9 @@ def lines_about(failures: Sequence[Failure], hint: str = "", workers: int = 0) -
     """Lines about failures, the root cause first, for the user; see `Result.summary`.
 
     Args:
-        failures: of tasks; those with the error of the first one are one failure.
+        failures: failures of tasks; those with the error of the first one count as one.
         hint: one more line; "" for none.
-        workers: of the run; 0: unknown.
+        workers: number of workers of the run; 0: unknown.
     """
     if not failures:
         return []
@@ -92,7 +92,7 @@ def lines_about(failures: Sequence[Failure], hint: str = "", workers: int = 0) -
 
 
 def _is_same(failure: Failure, cause: Failure) -> bool:
-    """Whether tasks failed with one error in the same attempt."""
+    """Whether two tasks failed with one error in the same attempt."""
     return bool(cause.error) and (failure.error, failure.attempt) == (cause.error, cause.attempt)
 
 
@@ -115,9 +115,9 @@ def exit_status(
     """Exit status of a run.
 
     Args:
-        failures: of its last attempt and those before.
+        failures: failures of its last attempt and of earlier ones.
         preempted: whether tasks of the last attempt saved their state and exited.
-        signals: that the launcher has received.
+        signals: signals that the launcher has received.
         output_broken: whether the reader of the launcher's output has closed it.
     """
     passed_on = {*signals, signal.SIGTERM}

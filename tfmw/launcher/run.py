@@ -4,13 +4,13 @@
     result = launch_tasks(["train.py", "--epochs", "3"], workers=2, log_dir="logs")
     sys.exit(result.status)
 
-Files of a run: `<log_dir>/<run>/attempt_<n>/<task>/output.log`, the task's output,
-of a progress bar its last text; beside it `error.json`, written by `record_error` in the task, and
+Files of a run: `<log_dir>/<run>/attempt_<n>/<task>/output.log`, the task's output, with the last
+text of a progress bar; beside it `error.json`, written by `record_error` in the task, and
 `progress`, written by `report_progress`. A task that was restarted alone has its files in
 `<task>.<n>`.
 
-Environment of each task, beside TF_CONFIG: `TFMW_ERROR_FILE` and `TFMW_PROGRESS_FILE`; `TFMW_TASK`
-("worker 0"); `TFMW_RUN_ID`, the same in all attempts; `TFMW_ATTEMPT`, 0 at first, and
+Environment of each task, in addition to TF_CONFIG: `TFMW_ERROR_FILE` and `TFMW_PROGRESS_FILE`;
+`TFMW_TASK` ("worker 0"); `TFMW_RUN_ID`, the same in all attempts; `TFMW_ATTEMPT`, 0 at first, and
 `TFMW_MAX_RESTARTS`; `TFMW_LOCAL_TASKS` and `TFMW_LOCAL_RANK`, the number of tasks on this machine
 and the rank of this one; `TFMW_TTY=1` if the launcher writes to a terminal.
 
@@ -63,7 +63,7 @@ def launch_tasks(
         of_run: other fields of `LocalRun`.
 
     Returns:
-        How it ended. The caller prints `Result.summary`.
+        The result of the run. The caller prints `Result.summary`.
 
     Raises:
         UsageError: the script does not exist, a wrong number of tasks, TF_CONFIG is set, or the
@@ -94,7 +94,7 @@ def run_here(argv: Sequence[str], *, module: bool = False) -> NoReturn:
     cluster = Cluster.resolve(os.environ)
     compute_with_onednn(os.environ)
     command = ["module" if module else "script", *argv]
-    with contextlib.suppress(OSError, UsageError):  # it runs without `tfmw status` then
+    with contextlib.suppress(OSError, UsageError):  # in this case it runs without `tfmw status`
         os.environ.update(run_files.keep_files(cluster, command))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -114,7 +114,7 @@ def launch(
     """Runs `fn(*args)` in each worker of a fresh local cluster.
 
     Args:
-        fn, args, workers, max_restarts, isolate: as in `tfmw.launch`.
+        fn, args, workers, max_restarts, isolate: see `tfmw.launch`.
         rounds: module of the server in whose rounds elastic workers meet; "": they train together.
         of_run: other fields of `LocalRun`.
 
@@ -151,7 +151,7 @@ def return_values(result: Result, outcomes: Mapping[str, call.Outcome | None]) -
     if result.failures:  # the first one, as that task raised it
         cause = result.failures[0]
         _, error, text = outcomes.get(cause.task) or (None, None, "")
-        if error is None:  # it has never connected, or was killed
+        if error is None:  # the task has never connected, or was killed
             raise TaskFailed("\n".join(result.summary()))
         if not isinstance(error, Exception):  # SystemExit must not end the caller
             raise TaskFailed(f"{cause.task} failed: {cause.description}\n\n{text}")

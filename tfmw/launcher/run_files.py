@@ -1,13 +1,13 @@
-"""The runs of this user that are alive, as files: what `tfmw status` and `tfmw stacks` read.
+"""Files of this user's live runs, which `tfmw status` and `tfmw stacks` read.
 
-    with published(status): ...                    # in the launcher, as long as the run is alive
+    with published(status): ...                    # in the launcher, while the run is alive
     environ |= keep_files(cluster, command)        # a task without a launcher, before it begins
     found = runs()                                 # in another terminal: [RunStatus(...), ...]
     found[0].status()
 
-Each run has a folder, <process id>-<run>, in a directory of the user alone (mode 0700). `run.json`
-describes it; the tasks' own files are where that says. A task without a launcher has its files
-beside it.
+Each run has a folder, <process id>-<run>, in a private directory of the user (mode 0700).
+`run.json` describes the run, and has the paths of the tasks' own files. A task without a launcher
+has its files in the same folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tfmw.launcher.run_status import RunStatus
 from tfmw.storage.disk import replacing
 
 RUNTIME_DIRECTORY = "TFMW_RUNTIME_DIR"
-"""Variable: another directory for the folders."""
+"""Variable with another directory for the folders."""
 
 OWN_FILES = "TFMW_OWN_FILES"
 """Variable with the folder of a task without a launcher."""
@@ -44,7 +44,7 @@ def directory(make: bool = False) -> Path:
         make: whether to create it.
 
     Raises:
-        UsageError: it belongs to somebody else, or others may use it.
+        UsageError: another user owns it, or others may access it.
     """
     chosen = os.environ.get(RUNTIME_DIRECTORY)
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -70,7 +70,7 @@ def directory(make: bool = False) -> Path:
 @contextlib.contextmanager
 def published(status: RunStatus) -> Iterator[None]:
     """Lets other processes of this user read the state of a run, inside a `with`."""
-    with contextlib.suppress(OSError, UsageError):  # it runs without `tfmw status` then
+    with contextlib.suppress(OSError, UsageError):  # in this case it runs without `tfmw status`
         status.published_in = _new_folder(status.name)
     try:
         update(status)
@@ -81,21 +81,21 @@ def published(status: RunStatus) -> Iterator[None]:
 
 
 def update(status: RunStatus) -> None:
-    """Writes what has changed: another attempt, or a task that was started again."""
+    """Writes changes of the status: another attempt, or a task that was started again."""
     if status.published_in is not None:
         with contextlib.suppress(OSError):
             _write(status.published_in, status)
 
 
 def keep_files(cluster: Cluster, command: Sequence[str]) -> dict[str, str]:
-    """Makes the files of this process's task; returns the variables that name them.
+    """Creates the files of this process's task; returns the variables with their paths.
 
     Args:
-        cluster: which task of which cluster this process is.
+        cluster: cluster and task of this process.
         command: the arguments of `task.py`.
 
     Raises:
-        OSError, UsageError: they cannot be made.
+        OSError, UsageError: they cannot be created.
     """
     folder = _new_folder(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     task = TaskFiles(cluster.task, cluster.index, folder, pid=os.getpid())
@@ -106,21 +106,21 @@ def keep_files(cluster: Cluster, command: Sequence[str]) -> dict[str, str]:
 
 
 def remove_files(environ: Mapping[str, str]) -> None:
-    """Removes the files, if this process is the one that keeps them."""
+    """Removes the files, if this process created them."""
     folder = environ.get(OWN_FILES, "")
     if os.path.basename(folder).startswith(f"{os.getpid()}-"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def runs() -> list[RunStatus]:
-    """The runs of this user, oldest first. The folders of those that were killed are removed.
+    """The runs of this user, oldest first. Removes the folders of killed runs.
 
     Raises:
-        UsageError: as in `directory`.
+        UsageError: see `directory`.
     """
     found = []
     for path in directory().glob("*-*"):
-        # It begins, or ends, just now; or a version of tfmw wrote it that describes runs otherwise.
+        # The run begins or ends just now, or another version of tfmw describes runs differently.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             described = json.loads((path / _RUN).read_text())
             own, process = _process(os.getpid()), _process(described["pid"])
@@ -133,7 +133,7 @@ def runs() -> list[RunStatus]:
 
 def _new_folder(name: str) -> Path:
     folder = directory(make=True) / f"{os.getpid()}-{name}"
-    runs()  # forgets those that were killed
+    runs()  # removes those that were killed
     folder.mkdir(mode=0o700)
     return folder
 
@@ -145,9 +145,9 @@ def _write(folder: Path, status: RunStatus) -> None:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """The mark that tells a process from another one with its number, later or in a container."""
+    """Identity of a process, which a later process or one in a container with its id lacks."""
     try:
-        # proc_pid_stat(5): the 22nd field is when it began; the name in brackets may have spaces.
+        # proc_pid_stat(5): the 22nd field is the start time; the name in brackets may have spaces
         began = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19]
         return {"namespace": os.readlink(f"/proc/{pid}/ns/pid"), "began": began}
     except (OSError, IndexError):

@@ -1,11 +1,11 @@
-"""The state of a run that is alive, as JSON: what `tfmw status` shows.
+"""The state of a live run as JSON, which `tfmw status` shows.
 
     status = RunStatus(directory, command, tasks=attempt.tasks)
     status.status()                    # {"run": ..., "tasks": [{"task": "worker 0", ...}, ...]}
     status.stacks()                    # {"worker 0": "Thread 0x... (most recent call first): ..."}
 
-The tasks' files say it, so a task that hangs is asked nothing; except for stacks. `run_files`
-lets other processes of this user read the same.
+The state comes from the tasks' files, so a hung task need not reply; only stacks require it to.
+`run_files` lets other processes of this user read the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STACKS_S = 2.0
 """Seconds in which a task writes its stacks."""
 
 STRAGGLER_S = 10.0
-"""Seconds between two looks for a straggler; a line names one that two looks have found."""
+"""Seconds between two searches for a straggler; a log line reports one that two searches found."""
 
 _STAGES = {NOT_UP: "starting", UP: "joining", JOINED: "before its first step"}
 _SHOWN_FRAMES = 3
@@ -52,16 +52,16 @@ _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<functi
 
 @dataclasses.dataclass
 class RunStatus:
-    """The state of a run, between its attempts too.
+    """The state of a run, also between its attempts.
 
     Args:
-        directory: of the run.
-        command: the arguments of its tasks.
-        pid: of its launcher.
-        since: when it began, in seconds of `goodput.now`.
-        attempt: the number of the last attempt.
+        directory: directory of the run.
+        command: arguments of its tasks.
+        pid: process id of its launcher.
+        since: start of the run, in seconds of `goodput.now`.
+        attempt: number of the last attempt.
         cluster: addresses of its tasks by kind, if some are on other hosts.
-        tasks: of that attempt, on this host; those that replace them appear in the same list.
+        tasks: tasks of that attempt on this host; replacements appear in the same list.
     """
 
     directory: Path
@@ -71,17 +71,18 @@ class RunStatus:
     attempt: int = 0
     cluster: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     tasks: Sequence[TaskFiles] = ()
-    clock_zero: float = dataclasses.field(default_factory=goodput.clock_zero)  # of its launcher
+    # zero of its launcher's clock
+    clock_zero: float = dataclasses.field(default_factory=goodput.clock_zero)
 
     def __post_init__(self) -> None:
         self.name = self.directory.name
-        self.published_in: Path | None = None  # a folder that other processes read
-        self._look_at = 0.0  # for a straggler
-        self._slowest = ""  # in the last look
-        self._named = ""  # the straggler that a line has named
+        self.published_in: Path | None = None  # folder that other processes read
+        self._look_at = 0.0  # time of the next search for a straggler
+        self._slowest = ""  # the straggler in the last search
+        self._named = ""  # the straggler that a line has reported
 
     def described(self) -> dict[str, Any]:
-        """All that another process needs, as JSON, beside the tasks' files; see `of`."""
+        """All that another process needs as JSON, in addition to the tasks' files; see `of`."""
         tasks = [(t.kind, t.index, str(t.attempt), t.restart, t.pid) for t in self.tasks]
         known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**known, "directory": str(self.directory), "tasks": tasks}
@@ -89,14 +90,14 @@ class RunStatus:
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> RunStatus:
         """The run that another process has described."""
-        # A run of another version of tfmw may have described less or more.
+        # Another version of tfmw may have described fewer or more fields.
         names = [field.name for field in dataclasses.fields(cls) if field.name in described]
         known = {name: described[name] for name in names}
         tasks = [TaskFiles(kind, i, Path(at), *rest) for kind, i, at, *rest in known["tasks"]]
         return cls(**{**known, "directory": Path(known["directory"]), "tasks": tasks})
 
     def _elsewhere(self) -> dict[str, str]:
-        """Task -> its host, of those on other hosts."""
+        """Task -> host, for tasks on other hosts."""
         own = {task.name for task in self.tasks}
         return {
             name: split(address)[0]
@@ -106,13 +107,13 @@ class RunStatus:
         }
 
     def exchanges(self) -> dict[str, list[RecordedExchange]]:
-        """The last exchanges of each task that makes some."""
+        """The last exchanges of each task that has any."""
         workers = [task for task in self.tasks if task.kind in ("chief", "worker")]
         found = {task.name: task.exchanges() for task in workers}
         return found if any(found.values()) else {}
 
     def new_straggler(self) -> list[str]:
-        """A log line that names the slowest worker, when it was the slowest in two looks."""
+        """Log line about the slowest worker, if it was the slowest in two searches."""
         if time.monotonic() < self._look_at:
             return []
         self._look_at = time.monotonic() + STRAGGLER_S
@@ -125,10 +126,10 @@ class RunStatus:
         return [found]
 
     def killed(self, tasks: Sequence[TaskFiles]) -> list[str]:
-        """Log lines: in or before which exchange tasks were killed, of those that a signal ended.
+        """Log lines on tasks that a signal killed: in or before which exchange each of them ended.
 
         Args:
-            tasks: that failed by themselves.
+            tasks: tasks that failed by themselves.
         """
         by_task = self.exchanges()
         return [
@@ -174,7 +175,7 @@ class RunStatus:
         return {"seconds": first.by_part(), "share": first.goodput(), "line": goodput.line(known)}
 
     def stacks(self) -> dict[str, str]:
-        """The stacks of each task's threads; of one that cannot write them, why."""
+        """The stacks of each task's threads, or the reason why they are missing."""
         found = {}
         for task in self.tasks:
             if not task.pid:
@@ -219,7 +220,7 @@ def _stage(task: TaskFiles, step: int, blocked_in: str) -> str:
 
 
 def sentence(late: Missing, tasks: Sequence[TaskFiles], stacks_s: float) -> str:
-    """One sentence: which task the others wait for, and where it is."""
+    """Sentence on the task for which the others wait, and its position in the code."""
     task = next(task for task in tasks if task.name == late.task)
     if task.has_ended():
         return f"{late}; it has ended"
@@ -233,13 +234,13 @@ def innermost(stacks: str) -> str:
     """The innermost frames of the user's code: "train.py:31 in slow_map < train.py:40 in main".
 
     Args:
-        stacks: as faulthandler writes them: of each thread, the most recent call first.
+        stacks: output of faulthandler: the frames of each thread, the most recent call first.
     """
     threads = [
         [match for line in thread.splitlines() if (match := _FRAME.match(line))]
         for thread in stacks.split("\n\n")
     ]
-    # Most threads run TensorFlow or tfmw: the one that is nearest to the user's code tells most.
+    # Most threads run TensorFlow or tfmw: the one nearest to the user's code is most informative.
     nearest = min(threads, key=_depth)
     own = [frame for frame in nearest if not is_installed(frame["file"])] or nearest
     return " < ".join(
@@ -249,6 +250,6 @@ def innermost(stacks: str) -> str:
 
 
 def _depth(thread: Sequence[re.Match[str]]) -> int:
-    """The number of frames above the user's innermost one."""
+    """Number of frames above the user's innermost one."""
     found = (i for i, frame in enumerate(thread) if not is_installed(frame["file"]))
     return next(found, sys.maxsize)

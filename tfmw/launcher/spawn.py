@@ -8,8 +8,8 @@ started. For these there is the reaper, a separate process, which reads a pipe f
 the pipe closes without a "bye", the launcher was killed, and the reaper kills every process group
 that the launcher had registered. It removes the folders that the launcher would have removed.
 
-A process that a task starts in a session of its own is in no such group. It is found by a variable
-in its environment, which differs between attempts: `end_marked`.
+A process that a task starts in another session is in no such group. `end_marked` finds it by a
+variable in its environment, which differs between attempts.
 
 The reaper runs this file by its path, without the package (`python -I -S`): import only the
 standard library at the top.
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from tfmw.launcher.fork_server import ForkServer
 
 ATTEMPT_MARK = "TFMW_ATTEMPT_MARK"
-"""Variable of all processes of an attempt, with a value of its own."""
+"""Variable of all processes of an attempt, whose value differs between attempts."""
 
-_POLL_S = 0.01  # between two looks at processes that have been killed
+_POLL_S = 0.01  # interval between two polls of processes that have been killed
 
 TASK_COMMAND = (sys.executable, str(Path(__file__).with_name("task.py")))
-"""Starts a task; see `task`."""
+"""Command that starts a task; see `task`."""
 
 
 class Spawner:
     """Starts the processes of a run.
 
     Args:
-        namespaces: descriptors of the namespaces that the processes enter, in this order.
+        namespaces: descriptors of the namespaces that the processes enter, in order.
     """
 
     def __init__(self, namespaces: Sequence[int] = ()) -> None:
@@ -97,7 +97,7 @@ class Spawner:
             self._fork_server.wait(stop, timeout_s)
 
     def is_ready(self, wait_s: float) -> bool:
-        """Whether tasks can start without waiting for the fork server; waits a moment for it."""
+        """Whether tasks can start without waiting for the fork server, after a short wait."""
         return self._fork_server is None or self._fork_server.is_settled(wait_s)
 
     def spawn(
@@ -108,14 +108,14 @@ class Spawner:
         fds: Sequence[int],
         env: Mapping[str, str],
     ) -> tuple[int, int]:
-        """Starts a process in a new session, whose id is its own. The caller waits for its end.
+        """Starts a process in a new session of its own. The caller waits for its end.
 
         Returns:
-            Its process id, and this end of its standard output and error.
+            Its process id, and the launcher's end of its standard output and error.
         """
         env = {**env, "TFMW_LAUNCHER_PID": str(os.getpid())}
         if self.namespaces:
-            env["TFMW_NAMESPACES"] = ",".join(map(str, self.namespaces))  # "5,6"
+            env["TFMW_NAMESPACES"] = ",".join(map(str, self.namespaces))  # for example "5,6"
         local, remote = _pseudo_terminal() if terminal else os.pipe()
         fds = [*fds, *self.namespaces]
         try:
@@ -144,11 +144,11 @@ class Spawner:
         return pid, local
 
     def tell_reaper(self, mark: str = "", folder: str = "") -> None:
-        """Names what the reaper ends or removes if the launcher is killed.
+        """Registers an attempt or a folder, which the reaper removes after a kill.
 
         Args:
-            mark: value of `ATTEMPT_MARK` of an attempt.
-            folder: one that the launcher removes at the end.
+            mark: value of `ATTEMPT_MARK` in an attempt.
+            folder: a folder that the launcher removes at the end.
         """
         for sign, text in (("=", mark), ("/", folder)):
             if text and "\n" not in text:
@@ -165,7 +165,7 @@ class Spawner:
 
 
 def end_marked(mark: str) -> None:
-    """Kills all processes of an attempt, in whichever session they are.
+    """Kills all processes of an attempt, in any session.
 
     Args:
         mark: their value of `ATTEMPT_MARK`.
@@ -174,7 +174,7 @@ def end_marked(mark: str) -> None:
     while found:  # one may have started another meanwhile
         found = False
         for environ in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # another user's, or it has ended
+            with contextlib.suppress(OSError):  # it belongs to another user, or it has ended
                 if variable in environ.read_bytes().split(b"\0"):
                     os.kill(int(environ.parent.name), signal.SIGKILL)
                     found = True
@@ -182,10 +182,10 @@ def end_marked(mark: str) -> None:
 
 
 def reap_orphans(tasks: Container[int]) -> None:
-    """Reaps ended children that are no tasks: process 1 of a container gets all orphans.
+    """Reaps ended children that are not tasks: process 1 of a container gets all orphans.
 
     Args:
-        tasks: process ids of those that are reaped by their own `Task`.
+        tasks: process ids that their own `Task` reaps.
     """
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
@@ -202,7 +202,7 @@ def terminal_size() -> os.terminal_size:
 
 
 def _pseudo_terminal() -> tuple[int, int]:
-    """(local, remote) ends of a terminal as wide as this one, so progress bars fit."""
+    """(local, remote) ends of a terminal as wide as this one, so that progress bars fit."""
     local, remote = pty.openpty()
     attributes = termios.tcgetattr(remote)
     attributes[1] &= ~termios.OPOST  # keeps "\n" unchanged
@@ -213,7 +213,7 @@ def _pseudo_terminal() -> tuple[int, int]:
 
 
 def _reap() -> None:
-    """The reaper: reads until the launcher has exited, or has said "bye".
+    """Reads until the launcher has exited, or has sent "bye"; main function of the reaper.
 
     Lines are "+<group>" and "-<group>", "=<mark>" of an attempt, and a folder's path.
     """

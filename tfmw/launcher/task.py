@@ -5,8 +5,8 @@
     python .../tfmw/launcher/task.py call                   # a function: see `tfmw.launch`
     python .../tfmw/launcher/task.py fork-server 7 script ...  # see `fork_server`
 
-The launcher starts this file by its path. So the process can first of all request to be killed with
-the launcher, and tfmw is found without a change of PYTHONPATH.
+The launcher starts this file by its path. So the process can first request to be killed with the
+launcher, and it finds tfmw without a change of PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _run(mode: str, program: str, args: list[str]) -> None:
 
 
 def _write_stacks_on_request() -> None:
-    """Lets the launcher request stacks that go to a file, and not to the log: `tfmw stacks`."""
+    """Installs a handler that writes stacks to a file, not to the log, for `tfmw stacks`."""
     import contextlib
     import faulthandler
 
@@ -76,13 +76,13 @@ def _write_stacks_on_request() -> None:
 
     path = os.environ.get(STACKS_FILE, "")
     with contextlib.suppress(OSError):
-        # Open as long as the process: the handler writes to the descriptor.
+        # The file stays open: the handler writes to its descriptor.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         faulthandler.register(STACKS, file=file, all_threads=True)
 
 
 def _end_without_launcher() -> None:
-    """Does what a launcher does at the end of a run: the chief prints its goodput."""
+    """Prints the run's goodput on the chief, as a launcher does at the end of a run."""
     from tfmw.cluster import Cluster
     from tfmw.launcher.run_files import remove_files
     from tfmw.observe import goodput
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
     from tfmw.observe.recorded_errors import ERROR_FILE, record_error
 
     faulthandler.enable()
-    # With this signal the launcher requests the stacks of tasks that hang.
+    # The launcher sends this signal to get the stacks of hung tasks.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     _write_stacks_on_request()
     progress.report_progress(progress.UP)
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
         record_error(error, fatal=True)
         if joining := sys.modules.get("tfmw.cluster.membership"):  # this process may have joined
             joining.report_failure(error)
-        if ERROR_FILE not in os.environ:  # else the launcher prints it, once for all tasks
+        if ERROR_FILE not in os.environ:  # otherwise the launcher prints it, once for all tasks
             print(f"tfmw: {error}", file=sys.stderr)
         return error.status
     except BaseException as error:

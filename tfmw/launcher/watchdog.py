@@ -1,4 +1,4 @@
-"""Finds tasks that hang, and tasks that lag behind others.
+"""Detection of tasks that hang, and of tasks that lag behind others.
 
     watchdog = Watchdog(hang_timeout_s=60, start_timeout_s=120, stopped_timeout_s=5)
     hung = watchdog.check([TaskStatus("worker 0", step=7, reports=8), ...])     # None: no task
@@ -15,21 +15,21 @@ from collections.abc import Callable, Sequence
 from tfmw.observe.progress import JOINED, NOT_UP, UP
 
 STOPPED_TIMEOUT_S = 5.0
-"""Seconds in which a stopped task may continue. TensorFlow's other tasks fail after 10."""
+"""Seconds in which a stopped task may continue; TensorFlow's other tasks fail after 10."""
 
 BLOCKING_FACTOR = 10
-"""Hang time-outs for which a task in a blocking call (`blocking_call`) may be silent."""
+"""Number of hang time-outs for which a task in a blocking call (`blocking_call`) may be silent."""
 
 LAG_S = 10.0
 """Seconds without progress, while another task progresses, after which the log names a task."""
 
 
 PAUSE_S = 3.0
-"""Seconds between two readings of `RunningTime` from which this process was paused."""
+"""Seconds between two readings of `RunningTime` that show that this process was paused."""
 
 
 class RunningTime:
-    """A clock that stands still while this process is paused, as by `docker pause`: so are tasks.
+    """A clock that stops while this process and its tasks are paused, as by `docker pause`.
 
     Args:
         clock: monotonic seconds. It is read several times a second.
@@ -54,8 +54,8 @@ class TaskStatus:
     step: int
     reports: int
     blocked_in: str = ""
-    stopped: bool = False  # by a signal
-    must_join: bool = True  # other tasks, before its first step
+    stopped: bool = False  # whether a signal has stopped it
+    must_join: bool = True  # whether it must join other tasks before its first step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,25 +64,26 @@ class HungTask:
 
     task: str
     reason: str  # one clause: "no progress for 60 s after step 7"
-    external: bool = False  # a signal stopped it
+    external: bool = False  # whether a signal stopped it
 
 
 @dataclasses.dataclass
 class Watchdog:
-    """Checks all tasks of one attempt, from its start. A limit of 0 is none."""
+    """Checks all tasks of one attempt, from its start. A limit of 0 disables a check."""
 
-    hang_timeout_s: float  # without progress, after the first step
-    start_timeout_s: float  # in which every task must start and join
-    stopped_timeout_s: float = 0.0  # in which a stopped task may continue
+    hang_timeout_s: float  # time without progress, after the first step
+    start_timeout_s: float  # time in which every task must start and join
+    stopped_timeout_s: float = 0.0  # time in which a stopped task may continue
     lag_s: float = LAG_S
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._began_at = self.clock()
-        self._last: dict[str, tuple[int, float]] = {}  # task -> (reports, when the last came)
-        self._excused_until = 0.0  # until then a task was in a blocking call
+        # task -> (number of reports, time of the last one)
+        self._last: dict[str, tuple[int, float]] = {}
+        self._excused_until = 0.0  # time until which a task was in a blocking call
         self._stopped_since: dict[str, float] = {}
-        self._reported_lag: dict[str, float] = {}  # straggler -> its lag when last named
+        self._reported_lag: dict[str, float] = {}  # straggler -> its lag when it was last reported
 
     def check(self, statuses: Sequence[TaskStatus]) -> HungTask | None:
         """The task that hangs, or None."""
@@ -140,7 +141,7 @@ class Watchdog:
         ]
         if not silent:
             return None
-        # Tasks that wait for a hanging one fall silent too, but later or at a later step.
+        # Tasks that wait for a hung one fall silent too, but later or at a later step.
         first = min(silent, key=lambda s: (s.step, self._last[s.task][1]))
         where = f" in {first.blocked_in}" if first.blocked_in else ""
         return HungTask(

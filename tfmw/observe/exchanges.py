@@ -1,9 +1,11 @@
 """A diagnosis from the flight recorders of all workers: the missing and the slow ones.
 
-by_task = {"worker 0": read_exchanges(...), "worker 1": read_exchanges(...)}
-missing(by_task)     # Missing("worker 1", "never entered exchange 57 (gradients of step 12)")
-own_seconds(found)   # seconds of a step that a worker takes before its exchanges
-input_seconds(found) # of them, those in which it waits for its input
+    by_task = {"worker 0": read_exchanges(...), "worker 1": read_exchanges(...)}
+    missing(by_task)     # Missing("worker 1", "never entered exchange 57 (gradients of step 12)")
+    own_seconds(found)   # seconds of a step before and between a worker's exchanges
+    input_seconds(found) # seconds of a step in which it waits for its input
+
+The recorder of each worker writes the exchanges, see `recorder.py`.
 """
 
 from __future__ import annotations
@@ -19,20 +21,20 @@ from tfmw.observe.recorder import NOBODY, RecordedExchange
 ByTask = Mapping[str, Sequence[RecordedExchange]]
 
 SLOWER, SLOWER_S = 1.5, 0.002
-"""A straggler takes this many times what the others take, and this many seconds more, per step."""
+"""Thresholds of a straggler per step: factor of the others' time, and seconds more."""
 
 _ENOUGH_STEPS = 8
-_TRACING = 2  # of the steps, that may include the tracing of functions
+_TRACING = 2  # Multiple of the usual time above which a step may include the tracing of functions.
 
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """The task that the others wait for.
+    """The task for which the others wait.
 
     Args:
-        task: its name.
+        task: name of the task.
         what: one clause: "never entered exchange 57 (gradients of step 12)".
-        seconds: since the others wait.
+        seconds: seconds that the others have waited.
     """
 
     task: str
@@ -44,7 +46,7 @@ class Missing:
 
 
 def missing(by_task: ByTask, clock: Callable[[], float] = time.monotonic) -> Missing | None:
-    """The task without which an exchange does not go on; None if all go on.
+    """The task that blocks an exchange; None if no exchange is blocked.
 
     Args:
         by_task: the exchanges of each worker, in order; workers by rank.
@@ -68,7 +70,7 @@ def missing(by_task: ByTask, clock: Callable[[], float] = time.monotonic) -> Mis
 
 
 def ended_at(task: str, by_task: ByTask) -> str | None:
-    """One sentence: in or before which exchange a task ended by itself; None if unknown."""
+    """Sentence on the exchange in or before which a task ended; None if unknown."""
     late = missing(by_task)
     if late is not None and late.task == task:
         return str(late)
@@ -79,7 +81,7 @@ def ended_at(task: str, by_task: ByTask) -> str | None:
 def own_seconds(found: Sequence[RecordedExchange]) -> float | None:
     """Seconds of a step that a worker takes before and between its exchanges; None if unknown.
 
-    It is the time in which others may wait for it.
+    This is the time in which others may wait for the worker.
     """
     of_steps = [exchange for exchange in found if exchange.done]
     if not of_steps:
@@ -94,8 +96,8 @@ def own_seconds(found: Sequence[RecordedExchange]) -> float | None:
         if after.number == before.number + 1
     ]
     if not gaps:
-        return None  # exchanges are read while they are overwritten
-    # Between the calls of a driver other things happen: callbacks, backups.
+        return None  # the file was overwritten while it was read
+    # Between the calls of a driver there are callbacks and backups.
     usual = statistics.median(gaps)
     return sum(min(gap, 20 * usual) for gap in gaps) / steps
 
@@ -103,7 +105,7 @@ def own_seconds(found: Sequence[RecordedExchange]) -> float | None:
 def input_seconds(found: Sequence[RecordedExchange]) -> float | None:
     """Seconds of a step in which a worker waits for its input; None if unknown.
 
-    It is known after each call of the driver, of some steps.
+    It is known after each call of the driver, which runs several steps.
     """
     complete = [exchange for exchange in found if exchange.done]
     steps = complete[-1].step - complete[0].step if complete else 0
@@ -113,14 +115,14 @@ def input_seconds(found: Sequence[RecordedExchange]) -> float | None:
 
 
 def waiting_share(found: Sequence[RecordedExchange]) -> float | None:
-    """The part of a worker's time in which it waits for others; None if unknown."""
+    """Fraction of a worker's time in which it waits for others; None if unknown."""
     complete = [exchange for exchange in found if exchange.done]
     seconds = complete[-1].done - complete[0].begun if len(complete) > _ENOUGH_STEPS else 0.0
     return sum(e.waited for e in complete) / seconds if seconds > 0 else None
 
 
 def straggler(by_task: ByTask) -> str | None:
-    """One clause that names the worker all others wait for in each step; None without one."""
+    """Clause on the worker for which all others wait in each step; None if there is none."""
     own = {t: s for t, found in by_task.items() if (s := own_seconds(found)) is not None}
     if len(own) < 2 or len(own) < len(by_task):
         return None

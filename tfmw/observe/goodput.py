@@ -1,14 +1,14 @@
 """The wall time of a run by its parts, over all of its attempts; "steps" are its goodput.
 
-    with phase("validation"): ...    # in a task: this part of it, except for phases within
-    moved("data", 0.31)              # of the current part, as is only known afterwards
+    with phase("validation"): ...    # in a task: counts as validation, except for inner phases
+    moved("data", 0.31)              # moves time of the current part, if that is known only later
     trains_from(1200)                # a training begins or resumes; report_progress counts steps
     line({"worker 0": division()})   # "goodput 81 % of 124.3 s: steps 100.7 s, data 3.1 s, ..."
 
-A task keeps its division in its progress file, where it outlives the task. The next attempt's task
-begins with it, and with the time since then as "restarts". Each instant counts once: for the
-innermost phase of the thread that trains. Times are those of the day, which hosts share, by the
-clock of the launcher's start: a clock that jumps later changes nothing.
+A task stores its division in its progress file, which outlives the task. The next attempt's task
+begins with it, and counts the time since then as "restarts". Each instant counts once: for the
+innermost phase of the thread that trains. Times are times of day, which hosts share, based on the
+clock at the start of the launcher. So later jumps of the clock have no effect.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 PARTS = (
     "steps",
     "data",  # waiting for the next batch
-    "compile",  # tracing, and the first call of a training as far as it is slower than others
+    "compile",  # tracing, and the extra time of the first call of a training
     "validation",
-    "backups",  # as long as training waits for them
+    "backups",  # time in which training waits for them
     "export",
-    "start",  # of the first attempt, until it trains
-    "restarts",  # from a failure until the next attempt trains; steps that are made again
+    "start",  # start of the first attempt, until it trains
+    "restarts",  # time from a failure until the next attempt trains; steps that are repeated
     "other",  # callbacks, the user's code around the training, the end of the processes
 )
 STEPS, DATA, START, RESTARTS, OTHER = map(
     PARTS.index, ("steps", "data", "start", "restarts", "other")
 )
 
-_SHOWN_S = 0.05  # a part that took less is not shown
-_WAITS_LONGER = 0.01  # of the run: by so much a worker must have waited longer to be named
+_SHOWN_S = 0.05  # parts that took less are not shown
+_WAITS_LONGER = 0.01  # fraction of the run that a worker must have waited longer to be named
 
 
 CLOCK_ZERO = "TFMW_CLOCK_ZERO"
-"""Variable with the time of the day at which the monotonic clock was 0, as the launcher saw it."""
+"""Variable with the time of day at which the monotonic clock was 0, set by the launcher."""
 
 _zero = time.time() - time.monotonic()
 
 
 def clock_zero() -> float:
-    """The time of the day, in seconds, at which the monotonic clock was 0; see `now`."""
+    """The time of day, in seconds, at which the monotonic clock was 0; see `now`."""
     return float(os.environ.get(CLOCK_ZERO) or _zero)
 
 
 def now() -> float:
-    """The time of the day, in seconds, on which later jumps of the system's clock have no effect.
+    """The time of day, in seconds, without the effect of later jumps of the system's clock.
 
-    It is the same in a launcher and its tasks.
+    A launcher and its tasks have the same.
     """
     return time.monotonic() + clock_zero()
 
@@ -64,9 +64,9 @@ class Division:
 
     seconds: tuple[float, ...] = (0.0,) * len(PARTS)
     at: float = 0.0  # the moment, in seconds of `now`; 0.0: unknown
-    part: float = START  # the index of the part that goes on
-    steps: float = 0.0  # made so far, in the attempt that has come farthest
-    measured: float = 0.0  # whether waits for data were; 0.0: they are in "steps"
+    part: float = START  # the index of the current part
+    steps: float = 0.0  # number of steps so far, in the attempt that has advanced most
+    measured: float = 0.0  # whether waits for data were measured; 0.0: "steps" contains them
 
     def before_a_restart(self) -> Division:
         """The division with which the next attempt begins."""
@@ -82,21 +82,21 @@ class Division:
         return cls(tuple(values[: len(PARTS)]), *values[len(PARTS) :])
 
     def until(self, at: float, part: int | None = None) -> Division:
-        """The division at a later moment: until then the part, by default the same, goes on."""
+        """The division at a later moment, if the current or the given part lasts until then."""
         part = int(self.part) if part is None else part
         seconds = list(self.seconds)
         seconds[part] += max(0.0, at - self.at) if self.at else 0.0
         return dataclasses.replace(self, seconds=tuple(seconds), at=at)
 
     def by_part(self) -> dict[str, float]:
-        """Seconds of each part; without "data" if that was not measured."""
+        """Seconds of each part; without "data" if it was not measured."""
         found = dict(zip(PARTS, self.seconds, strict=True))
         if not self.measured:
             del found["data"]
         return found
 
     def goodput(self) -> float:
-        """The share of "steps"; 0.0 before any time has passed."""
+        """The fraction of "steps"; 0.0 before any time has passed."""
         return self.seconds[STEPS] / (sum(self.seconds) or 1.0)
 
 
@@ -125,27 +125,27 @@ def line(by_task: Mapping[str, Division]) -> str | None:
 
 
 class Account:
-    """The division of this process, as it goes on; `clock` is that of `now`."""
+    """The current division of this process; `clock` is that of `now`."""
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
         self._clock = clock
         self._lock = threading.RLock()  # a long call of another thread may report
-        self._is_kept = False  # whether a launcher gave it its first division
+        self._is_kept = False  # whether a launcher gave this process its first division
         self._begin(Division(at=clock()))
 
     def _begin(self, division: Division) -> None:
         self._seconds = list(division.seconds)
         self._mark = division.at
-        self._base = int(division.part)  # outside of phases
+        self._base = int(division.part)  # the part outside of phases
         self._phase: int | None = None
-        self._thread = 0  # of the phase
-        self._until = division.steps  # steps up to this one are made again
+        self._thread = 0  # id of the thread of the phase
+        self._until = division.steps  # steps up to this one are repeated
         self._before, self._step = 0.0, 0.0  # steps of earlier trainings, and of all so far
         self._counted = self._seconds[STEPS]
         self._measured = division.measured
 
     def resume(self, division: Division) -> None:
-        """Begins with the division that this task's launcher knows."""
+        """Starts from the division that this task's launcher knows."""
         self._is_kept = True
         self._begin(division)
 
@@ -160,12 +160,12 @@ class Account:
 
     @property
     def _part(self) -> int:
-        """The part that goes on."""
+        """The current part."""
         return self._base if self._phase is None else self._phase
 
     @contextlib.contextmanager
     def phase(self, part: str) -> Iterator[None]:
-        """The time in it is that of a part. Phases of other threads run beside, and count not."""
+        """Counts the time of the body as a part. Phases of other threads do not count."""
         own, outer = threading.get_ident(), (self._phase, self._thread)
         if self._thread not in (0, own):
             yield
@@ -179,8 +179,8 @@ class Account:
             self._phase, self._thread = outer
 
     def trains_from(self, step: int) -> None:
-        """A training begins at a step, which is 0 unless it resumes."""
-        if not self._is_kept:  # nobody asks how long a notebook was open before
+        """Records that a training begins at a step, which is 0 unless it resumes."""
+        if not self._is_kept:  # the time before a training in a notebook is of no interest
             self._begin(Division(at=self._clock()))
         self.division()
         self._base = OTHER
@@ -189,10 +189,10 @@ class Account:
         self._counted = self._seconds[STEPS]
 
     def step_done(self, step: int) -> None:
-        """The training has made this many steps."""
+        """Records the number of steps of the training."""
         self.division()
         last, self._step = self._step, self._before + step
-        if self._phase is None and self._step > last:  # a loop of the user's own
+        if self._phase is None and self._step > last:  # a training loop of the user
             self._base = STEPS
         again = min(self._until, self._step) - last
         if again > 0:
@@ -201,11 +201,11 @@ class Account:
         self._counted = self._seconds[STEPS]
 
     def spent(self) -> float:
-        """Seconds so far of the part that goes on."""
+        """Seconds so far of the current part."""
         return self.division().seconds[self._part]
 
     def moved(self, part: str, seconds: float) -> float:
-        """Counts time of the part that goes on for another one; returns `seconds`."""
+        """Moves time of the current part to another one; returns `seconds`."""
         self._measured = 1.0 if part == "data" else self._measured
         return self._move(self._part, PARTS.index(part), seconds)
 
@@ -224,6 +224,6 @@ spent, moved = account.spent, account.moved
 
 
 def began() -> float:
-    """When the run began, with its first attempt, in seconds of time.time()."""
+    """Time at which the run began, with its first attempt, in seconds of time.time()."""
     now = division()
     return now.at - sum(now.seconds)

@@ -5,8 +5,8 @@
 
 Metrics have no password, so without an address only this machine can read them.
 
-`tfmw run --metrics-port` serves those that the chief writes to a file: the tasks may be in a
-private network, so the launcher does it. A task without a launcher serves its own.
+`tfmw run --metrics-port` serves the metrics that the chief writes to a file. The launcher does this
+because the tasks may be in a private network. A task without a launcher serves its own metrics.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def serve(
     """Serves metrics of the run until this process ends.
 
     Args:
-        at: the port, of loopback, or "address:port"; port 0: any that is free.
-        from_file: whether tasks of this process write them; otherwise the task that this process
-            becomes serves them.
-        environ: gets the variable for the tasks; a file that is set already is the one.
+        at: a port on loopback, or "address:port"; port 0 is any free port.
+        from_file: whether the tasks of this launcher write the metrics to a file; otherwise this
+            process is itself a task.
+        environ: gets the variable for the tasks; a file that it already names is used.
 
     Returns:
         The port on which this process serves, or None.
@@ -86,7 +86,7 @@ def serve(
 
 
 class _Written:
-    """A source of metrics for a registry: a file in Prometheus's text format, once there is one."""
+    """Metrics for a registry from a file in Prometheus's text format; it may not exist yet."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -5,9 +5,9 @@
     with blocking_call("export"): ...    # one long call that cannot report in between
 
 Each task of a launcher has its own file, named by TFMW_PROGRESS_FILE. The launcher creates it at
-its full size. A report overwrites it: one `pwrite`, 12 to 21 microseconds, without waiting for
-the disk. From it the launcher detects progress, the step that an attempt has reached, and where the
-time went (`goodput`).
+its full size. A report overwrites it: one `pwrite`, 12 to 21 microseconds, without waiting for the
+disk. From it the launcher reads progress, the step that an attempt has reached, and the parts of
+the time (`goodput`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ PROGRESS_FILE = "TFMW_PROGRESS_FILE"
 NOT_UP, UP, JOINED = -3, -2, -1
 
 AT_THE_END = "the wait for other tasks"
-"""The blocking call of a task that is done: other tasks may take as long as they like."""
+"""The blocking call of a task that is done: it waits for other tasks without limit."""
 
-# The fields of `Progress`; of the last one, its values.
+# The fields of `Progress`, with the values of the last one
 _LAYOUT = struct.Struct(f"=qq32sd{len(Division().values())}d")
 
-_PARTS = {"backup": "backups", "export": "export", "tracing": "compile"}  # of the run's time
+# blocking call -> part of the run's time
+_PARTS = {"backup": "backups", "export": "export", "tracing": "compile"}
 
-_RATE_S = 15.0  # the rate is that of this many seconds to twice as many
+_RATE_S = 15.0  # the rate covers the last 15 to 30 seconds
 
 
 class Progress(NamedTuple):
@@ -44,9 +45,9 @@ class Progress(NamedTuple):
 
     step: int = NOT_UP  # training steps done; negative values: the stages of its start
     reports: int = 0  # number of reports so far
-    blocked_in: str = ""  # the blocking call that it is in; "" for none
-    steps_per_s: float = 0.0  # of its last training steps; 0.0: unknown
-    division: Division = Division()  # of the run's time
+    blocked_in: str = ""  # name of the current blocking call; "" for none
+    steps_per_s: float = 0.0  # rate of its last training steps; 0.0: unknown
+    division: Division = Division()  # division of the run's time
 
     def packed(self) -> bytes:
         """The report as bytes of the file."""
@@ -63,14 +64,14 @@ class Progress(NamedTuple):
 
 
 class _Reporter:
-    """This process's file; opened at the first report."""
+    """This process's file, opened at the first report."""
 
     def __init__(self) -> None:
         self._path: str | None = None
         self._file = -1
         self._last = Progress()
-        self._marks = [(0.0, -1), (0.0, -1)]  # two former reports: monotonic seconds, step
-        self.blocking_calls: list[str] = []  # of all threads
+        self._marks = [(0.0, -1), (0.0, -1)]  # two earlier reports: monotonic seconds, step
+        self.blocking_calls: list[str] = []  # current blocking calls of all threads
 
     def report(self, step: int | None = None) -> None:
         """Writes a report; None repeats the step of the last one."""
@@ -130,7 +131,7 @@ def report_progress(step: int) -> None:
 
 
 def report_alive() -> None:
-    """Reports progress within the same training step, for example in validation."""
+    """Reports progress within a training step, for example in validation."""
     _reporter.report()
 
 
@@ -142,7 +143,7 @@ def blocking_call(name: str) -> Iterator[None]:
     `tfmw.launcher.watchdog`).
 
     Args:
-        name: for messages, at most 32 bytes.
+        name: name for messages, at most 32 bytes.
     """
     part = _PARTS.get(name)
     with contextlib.nullcontext() if part is None else goodput.phase(part):

@@ -42,7 +42,7 @@ def record_error(error: BaseException, *, fatal: bool = False) -> None:
     its first time, and so does an error raised from it.
 
     Args:
-        fatal: whether the task ends with it.
+        fatal: whether the error ends the task.
     """
     path = own_path(ERROR_FILE)
     if not path:
@@ -71,7 +71,7 @@ def record_error(error: BaseException, *, fatal: bool = False) -> None:
 
 
 def forget_error() -> None:
-    """Removes the record of an error after which this task goes on."""
+    """Removes the record of an error after which this task continues."""
     if path := own_path(ERROR_FILE):
         with contextlib.suppress(OSError):
             os.unlink(path)

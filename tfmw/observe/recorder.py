@@ -32,10 +32,10 @@ KEPT = 512
 
 NOBODY = -1
 
-# Words of 8 bytes, those of `RecordedExchange` in order; the kind has two.
+# Words of 8 bytes: the fields of `RecordedExchange` in order; the kind has two.
 _LAYOUT = struct.Struct("=qqqddddq16s")
 _WORDS, _pack, _clock = _LAYOUT.size // 8, _LAYOUT.pack_into, time.monotonic
-_DONE, _WAITED, _WAITING_FOR = 5, 6, 7  # what is written later, each as one word
+_DONE, _WAITED, _WAITING_FOR = 5, 6, 7  # words that are written later, each in one access
 _BETWEEN_STEPS = frozenset({"metrics", "broadcast", "sum"})  # kinds that are not part of a step
 
 
@@ -44,13 +44,13 @@ class RecordedExchange(NamedTuple):
 
     number: int  # from 1, the same on all workers
     step: int  # the training step that it belongs to, from 1
-    nbytes: int  # of this worker's values
+    nbytes: int  # bytes of this worker's values
     begun: float  # monotonic seconds
     input_s: float  # seconds in which this process has waited for input, in its calls before
-    done: float  # monotonic seconds; 0 if it is not done
-    waited: float  # seconds of it in which the worker waited for others
+    done: float  # monotonic seconds; 0 until it is done
+    waited: float  # seconds in which the worker waited for others
     waiting_for: int  # rank of the worker that it waits for; NOBODY for none
-    what: str  # its kind: "gradients", "weights", "metrics", ...
+    what: str  # kind of the exchange: "gradients", "weights", "metrics", ...
 
     def __str__(self) -> str:
         of_step = "" if self.what in _BETWEEN_STEPS else f" of step {self.step:,}"
@@ -67,29 +67,29 @@ class Totals(NamedTuple):
 
 @functools.cache
 def _kind(what: str) -> tuple[bytes, bool]:
-    """A kind as it is written, and whether it is part of a step."""
+    """(the kind in the file's format, whether it is part of a step)."""
     return what.encode()[:16], what not in _BETWEEN_STEPS
 
 
 class _Recorder:
-    """This process's file; opened at the first exchange."""
+    """This process's file, opened at the first exchange."""
 
     def __init__(self) -> None:
         self._is_open = False
         self._map: mmap.mmap | None = None
-        # The same memory as words: to write one of them takes a third of the time of a struct.
+        # The same memory as words: writing a word takes a third of the time of a struct.
         self._integers: memoryview[Any] = memoryview(b"")
         self._seconds_of: memoryview[Any] = memoryview(b"")
         self._number = 0
         self._word = 0  # offset of the current record
         self._what, self._of_exchange, self._begun = "", 0, 0.0
         self._bytes = 0
-        self._seconds = 0.0  # in exchanges
+        self._seconds = 0.0  # seconds in exchanges
         self._waited = 0.0
         self._input_s = 0.0
-        self._steps = 0  # training steps that were reported
-        self._since = 0  # exchanges of steps since then
-        self._of_a_step = 0  # exchanges of a step; 0 while unknown
+        self._steps = 0  # number of reported training steps
+        self._since = 0  # exchanges of steps since the last report
+        self._of_a_step = 0  # exchanges per step; 0 while unknown
 
     def begun(self, what: str, nbytes: int) -> None:
         """Records that an exchange has begun: its kind, and the bytes of this worker's values."""
@@ -115,7 +115,7 @@ class _Recorder:
         _pack(memory, 8 * word, number, step, nbytes, now, self._input_s, 0.0, 0.0, NOBODY, kind)
 
     def waits_for(self, rank: int) -> None:
-        """Records the rank of the worker without which the exchange does not go on."""
+        """Records the rank of the worker that this exchange waits for."""
         if self._map is not None:
             self._integers[self._word + _WAITING_FOR] = rank
 
@@ -139,7 +139,7 @@ class _Recorder:
             self._seconds_of[self._word + _DONE] = now
 
     def waited_for_input(self, seconds: float) -> None:
-        """Records how long a call of the driver has waited for batches."""
+        """Records the time that a call of the driver has waited for batches."""
         self._input_s += seconds
 
     def totals(self) -> Totals:

@@ -12,7 +12,7 @@ _LIBRARY = re.compile(r"/lib/python\d")
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file is of Python, of an installed package or of tfmw."""
+    """Whether a file belongs to Python, to an installed package or to tfmw."""
     return (
         file.startswith(("<", _TFMW))
         or "site-packages" in file
@@ -21,17 +21,17 @@ def is_installed(file: str) -> bool:
 
 
 def users_call(frame: FrameType | None) -> str:
-    """The call that the user's program is in: "evaluate at train.py:31"; "" if none is.
+    """Current call of the user's program, such as "evaluate at train.py:31"; "" if there is none.
 
     Args:
-        frame: the innermost one of a thread.
+        frame: innermost frame of a thread.
     """
     name = ""
     while frame is not None:
         code = frame.f_code
         if not is_installed(code.co_filename):
             return f"{name} at {code.co_filename}:{frame.f_lineno}" if name else ""
-        if "<locals>" not in code.co_qualname:  # not a decorator's
+        if "<locals>" not in code.co_qualname:  # not a function of a decorator
             name = code.co_name
         frame = frame.f_back
     return ""

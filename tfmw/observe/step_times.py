@@ -1,4 +1,4 @@
-"""The time of a worker in training, by its uses: input, communication, computing.
+"""Training time of a worker by its parts: input, communication, computing.
 
 times = StepTimes()
 with times.of_call() as call:        # around a call of the driver
@@ -22,13 +22,13 @@ class Split(NamedTuple):
     """The mean time of a step of this worker, in seconds."""
 
     steps: int
-    examples: int  # of these steps, over all workers
+    examples: int  # number of examples in these steps, over all workers
     step_s: float
-    input_s: float  # of it, waiting for the next batch
-    # Of it, in exchanges with other workers, waiting for them included. Part of an exchange may run
-    # beside the backward pass.
+    input_s: float  # time of a step in which the worker waits for the next batch
+    # Time of a step in collectives, including waits for other workers. A collective may overlap
+    # with the backward pass.
     communication_s: float
-    compute_s: float  # the rest
+    compute_s: float  # the rest of the time
 
     @property
     def steps_per_s(self) -> float:
@@ -43,7 +43,7 @@ class Split(NamedTuple):
 
 @dataclasses.dataclass
 class TimedCall:
-    """One call of the driver: its steps in training; 0 steps otherwise."""
+    """One call of the driver, with its training steps; 0 outside of training."""
 
     steps: int = 0
     examples: int = 0
@@ -61,7 +61,7 @@ class StepTimes:
     input_s: float = 0.0
     communication_s: float = 0.0
     calls: int = 0
-    first: tuple[float, int] = (0.0, 0)  # seconds, but for input, and steps of the first call
+    first: tuple[float, int] = (0.0, 0)  # seconds of the first call without input, and its steps
     clock: Callable[[], float] = time.monotonic
 
     @contextlib.contextmanager
@@ -91,7 +91,7 @@ class StepTimes:
         tracing.add(tracing.INPUT, "input", begin, begin + call.input_s)
 
     def _divide(self, call: TimedCall, seconds: float) -> None:
-        """Tells the run's goodput what a call's time was; that of the first one from the second."""
+        """Adds a call's time to the run's goodput; the first call's once the second is known."""
         if call.measured:
             seconds -= goodput.moved("data", min(call.input_s, seconds))
         if self.calls == 1:
@@ -101,11 +101,11 @@ class StepTimes:
             goodput.moved("compile", -min(compiled_s, steps * seconds / call.steps))
 
     def copy(self) -> StepTimes:
-        """The sums at this moment."""
+        """Copy of the sums at this moment."""
         return dataclasses.replace(self)
 
     def since(self, before: StepTimes) -> Split | None:
-        """The split of the steps after `before`; None without any."""
+        """The split of the steps after `before`; None if there are no such steps."""
         steps = self.steps - before.steps
         if steps <= 0:
             return None

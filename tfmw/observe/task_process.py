@@ -1,4 +1,4 @@
-"""Which process is a task: its children inherit its environment, and are not.
+"""Mark of a task's process, as its children inherit its environment but are no tasks.
 
     mark(description)                   # in the task, before it joins its cluster
     is_child(description)               # in a process that it has started: True
@@ -24,7 +24,7 @@ def mark(description: Mapping[str, Any]) -> None:
     """Marks this process as a task.
 
     Args:
-        description: of the cluster and this task in it, as JSON.
+        description: description of the cluster and this task, as JSON.
     """
     os.environ[VARIABLE] = f"{os.getpid()} {_checksum(description)}"
 
@@ -32,10 +32,10 @@ def mark(description: Mapping[str, Any]) -> None:
 def is_child(
     description: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ
 ) -> bool:
-    """Whether a task has started this process, and not as another task.
+    """Whether a task has started this process, which is no task itself.
 
     Args:
-        description: of the task that this process would be; None if it does not matter.
+        description: description of the task that this process would be; None if it does not matter.
         environ: environment to read.
     """
     process, _, checksum = environ.get(VARIABLE, "").partition(" ")
@@ -45,7 +45,7 @@ def is_child(
 
 
 def own_path(variable: str) -> str | None:
-    """The path of a file that the launcher has given to this task; None in its children."""
+    """The path of a file that the launcher has given to this task; a task's children get None."""
     return None if is_child() else os.environ.get(variable)
 
 

@@ -30,11 +30,12 @@ TRACE, TRACE_STEPS = "TFMW_TRACE", "TFMW_TRACE_STEPS"
 STEPS, INPUT, EXCHANGES, OTHER, BACKGROUND = "steps", "input", "exchanges", "other", "background"
 _ROWS = (STEPS, INPUT, EXCHANGES, OTHER, BACKGROUND)
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # random(4): the same for all of one machine
+# random(4): the same for all processes of one machine
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def window(text: str) -> tuple[int, int]:
-    """The first step and the one after the last of "100:110"; either may be left out.
+    """The first step and the one after the last in "100:110"; either may be omitted.
 
     Raises:
         UsageError: it has another form.
@@ -60,30 +61,30 @@ class _Tracer:
     """The events of this process."""
 
     def __init__(self) -> None:
-        self._chosen: _Target | None = None  # by `start`
+        self._chosen: _Target | None = None  # target chosen by `start`
         self._target: _Target | None = None
-        self._file: Path | None = None  # of the target
-        self.step = 0  # number of steps that are done
-        self.thread = 0  # the one that trains
-        self.on = False  # whether events are kept
+        self._file: Path | None = None  # file of the target
+        self.step = 0  # number of completed steps
+        self.thread = 0  # id of the thread that trains
+        self.on = False  # whether events are recorded
         self._events: list[dict[str, Any]] = []
 
     def start(self, directory: str, steps: tuple[int, int], task: str, step: int) -> None:
-        """Traces a target from now on, whatever the environment says; `step` steps are done."""
+        """Traces a target from now on, in place of the environment's; `step` steps are done."""
         self._chosen = directory, steps, task
         path = _path(directory, task)
-        if os.environ.get("TFMW_ATTEMPT", "0") == "0":  # another run may have left some
+        if os.environ.get("TFMW_ATTEMPT", "0") == "0":  # another run may have left some files
             for old in path.parent.glob(f"{path.name.partition('.')[0]}.*.jsonl"):
                 old.unlink()
         self.at_step(step)
 
     def stop(self) -> None:
-        """Writes the events since `start`, and ends it."""
+        """Writes the events since `start`, and stops tracing."""
         self._chosen = None
         self.at_step(self.step)
 
     def at_step(self, step: int) -> None:
-        """Sets how many steps are done, and writes the events so far."""
+        """Sets the number of completed steps, and writes the events so far."""
         self.write()
         target = self._chosen or _target_of_environment()
         if target != self._target:
@@ -93,7 +94,7 @@ class _Tracer:
         self.on = target is not None and target[1][0] <= self.step < target[1][1]
 
     def is_wanted(self) -> bool:
-        """Whether there is to be a trace: then each call of the driver runs one step."""
+        """Whether a trace is requested: then each call of the driver runs one step."""
         return self._file is not None
 
     def add(self, row: str, name: str, begin: float, end: float, **details: Any) -> None:
@@ -127,7 +128,7 @@ def _path(directory: str, task: str) -> Path:
 
 
 def _clock() -> dict[str, Any]:
-    """The machine of the monotonic clock, and the time of day at its zero."""
+    """Id of the machine of the monotonic clock, and the time of day at its zero."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     return {"machine": boot, "zero": time.time() - time.monotonic()}
 
@@ -140,7 +141,7 @@ is_wanted = tracer.is_wanted
 
 @contextlib.contextmanager
 def span(row: str, name: str) -> Iterator[None]:
-    """An event around a call. Those of other threads have a row of their own: they may overlap."""
+    """Records an event around a call; other threads have rows of their own."""
     begin = time.monotonic()
     try:
         yield
@@ -150,7 +151,7 @@ def span(row: str, name: str) -> Iterator[None]:
 
 
 def join(directory: Path) -> Path | None:
-    """Joins the events of all tasks; returns <directory>/trace.json, None if there are none."""
+    """Merges the events of all tasks; returns <directory>/trace.json, None if there are none."""
     paths = sorted(directory.glob("*.jsonl"))
     tasks = sorted({path.name.partition(".")[0] for path in paths}, key=_in_order)
     events = []
@@ -179,7 +180,7 @@ def join(directory: Path) -> Path | None:
 
 
 def _in_order(task: str) -> tuple[str, int]:
-    """worker_2 before worker_10."""
+    """Sort key of tasks: worker_2 before worker_10."""
     kind, _, index = task.rpartition("_")
     return (kind, int(index)) if index.isdigit() else (task, 0)
 
@@ -187,13 +188,13 @@ def _in_order(task: str) -> tuple[str, int]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # the last line of a task that was killed
+        with contextlib.suppress(ValueError):  # the last line of a killed task may be incomplete
             found.append(json.loads(line))
     return found
 
 
 def _event(task: int, found: Mapping[str, Any], shift: float) -> dict[str, Any]:
-    """A complete event of Chrome's trace format; its times are microseconds."""
+    """A complete event of Chrome's trace format, with times in microseconds."""
     return {
         "ph": "X",
         "pid": task,
@@ -207,7 +208,7 @@ def _event(task: int, found: Mapping[str, Any], shift: float) -> dict[str, Any]:
 
 
 def _thread(task: int, row: str) -> int:
-    """A number of its own for each row: to Perfetto 0, and a process's number, are its main one."""
+    """Number of a row: for Perfetto 0, and a process's number, are its main one."""
     return 1000 * (task + 1) + _ROWS.index(row)
 
 

@@ -7,11 +7,12 @@
     bucket.upload("/tmp/tensors.data", "step_12/tensors.data")
     bucket.download([("step_12/tensors.data", size, "/tmp/copy")])
 
-By obstore, the binding of Rust's object_store: one interface and one wheel for S3 (AWS, MinIO, R2,
-Ceph), GCS and Azure, with the conditional writes of each. It is the extra `tfmw[cloud]`, and is
-imported by the first Bucket. Credentials are found as the stores' own clients do: AWS_* variables,
-boto3's profiles if boto3 is installed, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_* variables,
-and the identity of the machine. No error repeats them: a store's response is reduced to its code.
+It uses obstore, the binding of Rust's object_store: one interface and one wheel for S3 (AWS, MinIO,
+R2, Ceph), GCS and Azure, with the conditional writes of each. The extra `tfmw[cloud]` installs it,
+and the first Bucket imports it. Credentials are looked up as the stores' own clients do: AWS_*
+variables, boto3's profiles if boto3 is installed, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_*
+variables, and the identity of the machine. No error repeats them: a store's response is reduced to
+its code.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ CHUNK = 8 << 20
 """Bytes of one request for a part of a large object."""
 
 Version = dict[str, Any]
-"""Identifies the content of an object: {"e_tag": ..., "version": ...}."""
+"""Identity of the content of an object: {"e_tag": ..., "version": ...}."""
 
-_PARALLEL = 8  # requests for ranges at the same time
+_PARALLEL = 8  # number of concurrent requests for ranges
 _RETRY_S = 60.0  # seconds in which a request is repeated, after 500, 503 or a lost connection
-_QUICK_S = 3.0  # the same, for what has to be known at once
+_QUICK_S = 3.0  # the same, for requests whose result is needed at once
 _ENDPOINTS = (
     "AWS_ENDPOINT_URL_S3",
     "AWS_ENDPOINT_URL",
@@ -48,7 +49,8 @@ _STATUS = re.compile(r"status code: (\d{3}[ \w]*)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _OTHER_REGION = ("AuthorizationHeaderMalformed", "PermanentRedirect", "without LOCATION")
-_MACHINES_IDENTITY = "169.254."  # where a cloud's machine is asked for credentials in the end
+# prefix of the addresses that give a cloud's machine its credentials
+_MACHINES_IDENTITY = "169.254."
 _ADVICE = {
     "bucket": "there is no such bucket: create it, or check its name",
     "region": "the bucket is in another region: set AWS_REGION to that",
@@ -69,7 +71,7 @@ class Bucket:
 
     Args:
         url: "s3://bucket/run7", "gs://bucket/run7" or "az://container/run7".
-        quick: whether requests fail after seconds, for what has to be known at once.
+        quick: whether requests fail after seconds, because the result is needed at once.
 
     Raises:
         UsageError: obstore is not installed, or the URL or a variable is malformed.
@@ -80,7 +82,7 @@ class Bucket:
         self._api, self._store = _opened(self.url, _QUICK_S if quick else _RETRY_S)
 
     def read(self, name: str) -> tuple[bytes, Version] | None:
-        """An object's content and version; None if there is none of this name."""
+        """An object's content and version; None if it does not exist."""
         with self._errors("read", name):
             try:
                 found = self._api.get(self._store, name)
@@ -109,7 +111,7 @@ class Bucket:
                 return found[1] if found is not None and found[0] == data else None
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes an object, whether there is one or not."""
+        """Writes an object, new or existing."""
         with self._errors("written", name):
             self._api.put(self._store, name, data)
 
@@ -119,7 +121,7 @@ class Bucket:
             self._api.put(self._store, name, file, chunk_size=CHUNK, max_concurrency=_PARALLEL)
 
     def read_ranges(self, name: str, starts: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
-        """Some ranges of bytes of an object."""
+        """Reads some ranges of bytes of an object."""
         with self._errors("read", name):
             found = self._api.get_ranges(self._store, name, starts=starts, lengths=lengths)
             return [bytes(part) for part in found]
@@ -158,22 +160,22 @@ class Bucket:
             return {one["path"]: (one["size"], one["e_tag"]) for part in found for one in part}
 
     def remove(self, names: Sequence[str]) -> None:
-        """Removes objects; those that are gone already, too."""
+        """Removes objects; missing ones are no error."""
         for name in names:
             with self._errors("removed", name), contextlib.suppress(FileNotFoundError):
                 self._api.delete(self._store, name)
 
     @contextlib.contextmanager
     def _errors(self, done: str, name: str) -> Iterator[None]:
-        """Errors of the store as an OSError of one sentence."""
+        """Converts errors of the store to an OSError of one sentence."""
         kinds = (self._api.exceptions.BaseError, FileNotFoundError, PermissionError)
         try:
             yield
         except kinds as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # of a local file
+                raise  # an error of a local file
             place = f"{self.url}/{name}".rstrip("/")
-            # `from None`: the store's text has requests and whole responses.
+            # `from None`: the store's text has requests and whole responses
             raise OSError(f"{place} cannot be {done}: {_reason(error)}") from None
 
 
@@ -227,7 +229,7 @@ def _version(meta: Any) -> Version:
 
 
 def _reason(error: Exception) -> str:
-    """What a store has said, in words, with its status and its code."""
+    """Reason of a store's error in words, with its status and its code."""
     text = str(error)
     status, code = _STATUS.search(text), _CODE.search(text)
     said = ", ".join(m[1].strip() for m in (status, code) if m)

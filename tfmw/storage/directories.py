@@ -27,11 +27,11 @@ from tfmw.errors import UsageError
 from tfmw.storage import fence
 from tfmw.storage.disk import flush, is_local
 
-# A leftover of a crash beside `models/digits`: `models/.digits.writing-1f0c9e4b7a52`.
+# Names of a crash's leftovers beside `models/digits`: `models/.digits.writing-1f0c9e4b7a52`.
 _WRITING, _REPLACED = "writing", "replaced"
 _LEFTOVER = re.compile(rf"\.(.+)\.({_WRITING}|{_REPLACED})-[0-9a-f]{{12}}", re.DOTALL)
 
-# fnmatch(3) takes these for more than themselves; `*` and `?` match themselves, too.
+# Patterns that fnmatch(3) treats as more than themselves; `*` and `?` match themselves, too.
 _PATTERN = re.compile(r"\\|\[[^/]+\]")
 
 
@@ -40,7 +40,7 @@ def atomic_directory(target: str, temporary: str | None = None) -> Iterator[str]
     """Yields the name of a directory to create and fill; at the end it replaces `target`.
 
     If the block raises, the temporary directory is removed and `target` is unchanged. The same
-    holds where a later attempt of the run has begun (`tfmw.storage.fence`). A crash leaves the old
+    holds if a later attempt of the run has begun (`tfmw.storage.fence`). A crash leaves the old
     directory, the new one or none, and leftovers, which `clean_up` removes.
 
     Args:
@@ -67,7 +67,7 @@ def check_creatable(target: str) -> None:
     """Tests whether a directory can be created beside `target`, or in its first existing parent.
 
     Raises:
-        OSError, ValueError or tf.errors.OpError: it cannot; nothing has changed.
+        OSError, ValueError or tf.errors.OpError: it cannot be created; nothing has changed.
     """
     if "\0" in target:
         raise ValueError("a path cannot contain a null byte")
@@ -79,7 +79,7 @@ def check_creatable(target: str) -> None:
 
 
 def replace(target: str, temporary: str) -> None:
-    """Renames `temporary` to `target`. Only between two renames is there no `target`."""
+    """Renames `temporary` to `target`; `target` is missing only between two renames."""
     replaced = None
     if _exists(target):
         replaced = name_beside(target, _REPLACED)
@@ -147,14 +147,14 @@ def sha256(path: str) -> str:
 
 
 def files_of(prefix: str) -> list[str]:
-    """The paths of a directory's files that begin with `prefix`; no pattern."""
+    """The paths of a directory's files that begin with `prefix`, which is no pattern."""
     directory, name = posixpath.split(prefix)
     found = tf.io.gfile.listdir(directory)
     return [posixpath.join(directory, file) for file in found if file.startswith(name)]
 
 
 def is_pattern(path: str) -> bool:
-    """Whether TensorFlow takes a path for a pattern that does not match the path itself."""
+    """Whether TensorFlow treats a path as a pattern that does not match the path itself."""
     return _PATTERN.search(path) is not None
 
 
@@ -178,7 +178,8 @@ def check_name(path: str) -> None:
 def checkpoint_reader(prefix: str) -> Iterator[Any]:
     """Yields the reader of a TensorFlow checkpoint, whose directory may have any name.
 
-    `tf.train.load_checkpoint` takes its argument for a pattern, and reads files until the end.
+    `tf.train.load_checkpoint` treats its argument as a pattern, and keeps files open until the
+    process ends.
     """
     if not (is_local(prefix) and is_pattern(prefix)):
         yield tf.train.load_checkpoint(prefix)
@@ -191,7 +192,7 @@ def checkpoint_reader(prefix: str) -> Iterator[Any]:
 
 
 def name_beside(target: str, state: str = _WRITING) -> str:
-    """A new name for what will replace `target`; `clean_up` removes it after a crash."""
+    """A new name for the replacement of `target`; `clean_up` removes it after a crash."""
     parent, name = posixpath.split(target)
     return posixpath.join(parent, f".{name}.{state}-{secrets.token_hex(6)}")
 

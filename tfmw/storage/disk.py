@@ -36,9 +36,10 @@ LEASE_S = 20.0
 """Seconds without a change after which a lease is free."""
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""Errors of a file system without locks: of Lustre, others, and NFS without its lock server."""
+"""Errors of a file system without locks, such as Lustre, or NFS without its lock server."""
 
-_NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # of CIFS and FUSE, for directories
+# errors of CIFS and FUSE, for directories
+_NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _OWNER_ONLY = 0o600
 _POLL_S = 0.1
 _BEAT_S = 2.0
@@ -51,7 +52,7 @@ def is_local(path: str) -> bool:
 
 
 def absolute(path: str) -> str:
-    """A path for processes that run in other directories; a URL as it is."""
+    """Path for processes that run in other directories; a URL stays as it is."""
     return os.path.abspath(path) if is_local(path) else path
 
 
@@ -89,12 +90,13 @@ def file_lock(path: str, patience_s: float = 0.0, owner: str = "") -> Iterator[C
     """Holds the exclusive lock of a file, which it creates.
 
     Args:
-        path: of the file.
+        path: path of the file.
         patience_s: seconds to wait for another process to release it.
-        owner: what more `holder_of` says of this process.
+        owner: further text that `holder_of` returns about this process.
 
     Yields:
-        Whether it is still held: a process that was stopped may have lost a lease.
+        A function that returns whether the lock is still held: a process that was stopped may have
+        lost a lease.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -135,7 +137,7 @@ def _lease(path: str, stack: contextlib.ExitStack) -> Callable[[], bool] | None:
     """Takes the lease of a file until `stack` is closed; None if another process holds it.
 
     The file with the highest number is the lease. Only one process can create the next one, and the
-    highest is never removed, so a process that has slept since it looked finds a higher one.
+    highest is never removed. So a process that slept after reading the number finds a higher one.
     """
     last = _last_number(path)
     if last and not _is_free(f"{path}.{last}"):
@@ -181,7 +183,7 @@ def _lease(path: str, stack: contextlib.ExitStack) -> Callable[[], bool] | None:
 
 
 def _last_number(path: str) -> int:
-    """The highest number of a lease; 0 without any."""
+    """The highest number of a lease; 0 if there is none."""
     directory, name = os.path.split(path)
     pattern = re.compile(re.escape(name) + r"\.([1-9]\d*)")
     found = map(pattern.fullmatch, os.listdir(directory or "."))
@@ -189,7 +191,7 @@ def _last_number(path: str) -> int:
 
 
 def _is_free(lease: str) -> bool:
-    """Whether its holder has released it, or does not renew it for LEASE_S seconds."""
+    """Whether the lease's holder has released it, or has not renewed it for LEASE_S seconds."""
     deadline = time.monotonic() + LEASE_S
     first = content = _content(lease)
     while time.monotonic() < deadline:
@@ -201,16 +203,17 @@ def _is_free(lease: str) -> bool:
 
 
 def _content(lease: str) -> bytes | None:
-    # Opened each time: only then a network file system asks its server.
+    # Opened each time, because only then a network file system asks its server.
     try:
         with open(lease, "rb") as file:
             return file.read(100)
     except FileNotFoundError:
-        return None  # there is a higher one
+        return None  # a higher number exists
 
 
 def _rewrite(lease: str, content: bytes) -> None:
-    with contextlib.suppress(OSError):  # there is a higher one, or the file system does not respond
+    # a higher number exists, or the file system does not respond
+    with contextlib.suppress(OSError):
         descriptor = os.open(lease, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
         try:
             os.write(descriptor, content)
@@ -219,7 +222,7 @@ def _rewrite(lease: str, content: bytes) -> None:
 
 
 def holder_of(path: str) -> str:
-    """The process that has locked a file, from the file: "process 7 on host-a"."""
+    """The process that has locked a file, read from the file: "process 7 on host-a"."""
     try:
         with open(path, "rb") as file:
             return file.read(200).decode(errors="replace").strip()

@@ -1,11 +1,11 @@
-"""The attempt of a run that may write: the one with the number recorded last.
+"""Fence between attempts of a run: only the attempt with the last recorded number may write.
 
-    check()                        # raises Fenced in a task of an attempt that another one followed
+    check()                        # raises Fenced in a task of a superseded attempt
 
 Hosts that were cut off from the others cannot know at once that these continued without them. So
-what several hosts share is put in its place only by tasks whose attempt (TFMW_ATTEMPT) is the last
-one in the record of the run's leader. TFMW_FENCE names the record: a file, or an object. In a
-process without it, everybody may write.
+shared files are renamed to their final names only by tasks of the last attempt. A task compares its
+attempt (TFMW_ATTEMPT) with the record of the run's leader. TFMW_FENCE names the record: a file, or
+an object. A process without this variable may always write.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tfmw.storage.bucket import Bucket, is_bucket
 from tfmw.storage.leased_object import LeasedObject
 
 FENCE = "TFMW_FENCE"
-"""Names the record: a path, or "s3://bucket/run7/LEADER"."""
+"""Variable that names the record: a path, or "s3://bucket/run7/LEADER"."""
 
 ATTEMPT = "TFMW_ATTEMPT"
 
 
 class Fenced(TfmwError):
-    """This task belongs to an attempt that another one has followed."""
+    """Error in a task of an attempt that another one has superseded."""
 
 
 def attempt() -> int:
-    """The attempt that this process belongs to; 0 where no launcher started it."""
+    """Number of this process's attempt; 0 if no launcher started it."""
     return int(os.environ.get(ATTEMPT) or 0)
 
 
@@ -41,7 +41,7 @@ def is_fenced() -> bool:
 
 
 def check() -> None:
-    """Raises Fenced where a later attempt has been recorded.
+    """Raises Fenced if a later attempt has been recorded.
 
     Raises:
         Fenced: this attempt may not write any more.
@@ -59,7 +59,7 @@ def check() -> None:
 
 
 def owner() -> str:
-    """Names this attempt and its run in the lock of what it writes; "" without a record.
+    """Name of this attempt and its run, for the locks of files that it writes; "" without a record.
 
     Raises:
         OSError: the record cannot be read.
@@ -69,7 +69,7 @@ def owner() -> str:
 
 
 def precedes(text: str) -> bool:
-    """Whether what `owner` returned in another process names an earlier attempt of this run.
+    """Whether a result of `owner` in another process names an earlier attempt of this run.
 
     Raises:
         OSError: the record cannot be read.
@@ -81,10 +81,10 @@ def precedes(text: str) -> bool:
 
 
 def recorded(place: str) -> int:
-    """The number of the last attempt in a record.
+    """Number of the last attempt in a record.
 
     Raises:
-        OSError: it cannot be read, or is none.
+        OSError: it cannot be read, or is no record.
     """
     return int(_record(place)["attempt"])
 

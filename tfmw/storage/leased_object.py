@@ -2,16 +2,16 @@
 
     leased = LeasedObject(Bucket("s3://bucket/run7", quick=True), "LEADER")
     leased.acquire()                 # whether this process holds it now; `data` is the last data
-    leased.held_until                # monotonic seconds until which that is certain; 0: not held
-    leased.renew()                   # moves that; raises Lost
-    leased.write({"steps": [12]})    # raises Lost, and then it is not written
+    leased.held_until                # monotonic seconds until which it surely holds it; 0: not held
+    leased.renew()                   # extends that; raises Lost
+    leased.write({"steps": [12]})    # if it raises Lost, nothing is written
     leased.release()
 
 Each change of the object replaces the version that its holder has written last, and a new holder
-replaces it once. So a holder that was paused, or cut off, writes nothing after another one took
-over, however long it slept and whatever the clocks show: the store compares the versions, and
-clocks decide only when the next process tries. A process that waits takes over once the object
-has not changed for TTL_S seconds of its own clock; a holder is certain of its lock for less.
+replaces it once. So a holder that was paused, or cut off, cannot write after another one took over,
+for any duration of the pause and any clocks. The store compares the versions; clocks only determine
+when the next process tries. A waiting process takes over once the object has not changed for TTL_S
+seconds of its own clock; a holder is certain of its lock for a shorter time.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ TTL_S = 10.0
 BEAT_S = 2.5
 """Seconds between two renewals."""
 
-_MARGIN_S = 2.0  # by which a holder is certain for less, for the time that its last messages take
+_MARGIN_S = 2.0  # time by which a holder is certain for less, for the delay of its last messages
 
 Clock = Callable[[], float]
 
 
 class Lost(TfmwError):
-    """This process does not hold the lock, or cannot know whether it does."""
+    """Error of a process that does not hold the lock, or cannot know whether it does."""
 
 
 class LeasedObject:
     """The lock of an object, and its data.
 
     Args:
-        bucket: where it is.
-        name: of the object.
-        owner: what others read about the holder; by default the process.
+        bucket: the bucket of the object.
+        name: name of the object.
+        owner: further text about the holder, which other processes read.
         clock: monotonic seconds.
 
-    Each call may wait for the network, and raises OSError if its answer cannot be known now.
+    Each call may wait for the network, and raises OSError if its result cannot be known now.
     """
 
     def __init__(
         self, bucket: Bucket, name: str, owner: str = "", clock: Clock = time.monotonic
     ) -> None:
-        self.data: Any = None  # as read or written last
-        self.holder = ""  # who held it when it was read last; "" for nobody
+        self.data: Any = None  # the data that was read or written last
+        self.holder = ""  # the holder at the last read; "" for none
         self.held_until = 0.0
         self._bucket, self._name, self._clock = bucket, name, clock
         self._own = {
@@ -70,14 +70,14 @@ class LeasedObject:
             "machine": _machine(),
             "pid": os.getpid(),
         }
-        # Of the version that was read or written last, and when this process saw it first.
+        # The version that was read or written last, and the time when this process saw it first.
         self._version: Version | None = None
         self._token = ""
         self._since = 0.0
         self._mutex = threading.RLock()
 
     def look(self) -> Any:
-        """Reads the object; the result is its data, None without the object."""
+        """Reads the object; returns its data, None if it does not exist."""
         with self._mutex:
             self._read()
             return self.data
@@ -99,7 +99,7 @@ class LeasedObject:
             raise OSError(f"{self._bucket.url}/{self._name} is not of tfmw, or damaged") from error
 
     def acquire(self, may_follow: Callable[[str], bool] = lambda owner: False) -> bool:
-        """Takes the lock if it is free; whether this process holds it now.
+        """Takes the lock if it is free; returns whether this process holds it now.
 
         Args:
             may_follow: whether the lock of this owner, which has ended, is free at once.
@@ -120,7 +120,7 @@ class LeasedObject:
             return True
 
     def renew(self) -> None:
-        """Shows that this process is there. Raises Lost."""
+        """Renews the lock. Raises Lost."""
         with self._mutex:
             self.write(self.data)
 
@@ -129,7 +129,7 @@ class LeasedObject:
 
         Raises:
             Lost: another process has taken the lock over; nothing is written.
-            OSError: it is not known whether it is written.
+            OSError: it is unknown whether the data was written.
         """
         with self._mutex:
             asked = self._clock()
@@ -137,12 +137,13 @@ class LeasedObject:
                 if self._put(data):
                     self.held_until = asked + TTL_S - _MARGIN_S
                     return
-                self._read()  # what another process wrote, or this one: its response was lost
+                # the content of another process, or of this one if its response was lost
+                self._read()
             self.held_until = 0.0
             raise Lost(f"another process has taken over {self._bucket.url}/{self._name}")
 
     def _put(self, data: Any, **changes: str) -> bool:
-        """Replaces the version that was seen last. Each content is a new one, and so its ETag."""
+        """Replaces the version that was seen last, with new content and so a new ETag."""
         content = {**self._own, "nonce": secrets.token_hex(8), "data": data, **changes}
         text = json.dumps(content).encode()
         if self._version is None:
@@ -156,15 +157,15 @@ class LeasedObject:
         return True
 
     def release(self) -> None:
-        """Gives the lock back if this process holds it; the data stays."""
-        with self._mutex, contextlib.suppress(OSError):  # it ends by itself
+        """Releases the lock if this process holds it; the data stays."""
+        with self._mutex, contextlib.suppress(OSError):  # the lock expires by itself
             self.held_until = 0.0
             if self._token == self._own["token"]:
                 self._put(self.data, token="")
 
 
 def _machine() -> str:
-    """Identifies the processes among which a process has its number."""
+    """Identity of the machine or container whose process numbers apply to this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

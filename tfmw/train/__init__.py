@@ -7,8 +7,8 @@ tasks, `epoch_iterator.py` the position in the data,
 `pace.py` the number of steps of one Python call. `on_workers.py` trains on new processes.
 
 `mirrored/` and `parameter_server/` are the two drivers; `local_sgd/` is a layer over the first.
-`checkpoint/` has backups, `saved_model.py` exports, `strategies.py` makes a strategy of
+`checkpoint/` has backups, `saved_model.py` exports, `strategies.py` creates a strategy of
 tf.distribute, and `callbacks/` runs callbacks on many workers.
 
-May import: every other room but `tfmw.cli`.
+May import: every other package except `tfmw.cli`.
 """

@@ -62,7 +62,7 @@ class FitArguments:
     shard_optimizer: Any
     split_batch: bool
     sync: Any  # a tfmw.LocalSGD
-    given: frozenset[str]  # the names of those that the caller has passed
+    given: frozenset[str]  # names of the arguments that the caller has passed
 
     def __post_init__(self) -> None:
         if self.gradient_compression not in (None, *COMPRESSIONS):
@@ -99,7 +99,7 @@ class FitArguments:
         )
 
     def split(self) -> FitArguments:
-        """These arguments after applying `validation_split`, if there is one."""
+        """These arguments after `validation_split` is applied, if it is given."""
         if not self.validation_split or self.validation_data is not None:
             return self
         (x, y, sample_weight), validation_data = datasets.train_validation_split(
@@ -125,11 +125,11 @@ class FitArguments:
 
     @property
     def validation_source(self) -> data.Source | None:
-        """The validation data; None without any."""
+        """The validation data, or None."""
         if self.validation_data is None:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self.validation_data)
-        # Datasets are already batched; arrays are batched as the training data.
+        # Datasets are already batched; arrays are batched like the training data.
         is_batched = isinstance(x, keras.utils.PyDataset) or data.is_grain(x)
         is_batched |= datasets.is_dataset(x) or callable(x)
         batch_size = None if is_batched else self.validation_batch_size or self.batch_size
@@ -147,7 +147,7 @@ class FitArguments:
 
     @property
     def index_dir(self) -> str | None:
-        """The directory of the indices of files of records; None if nothing resumes."""
+        """Directory of the indices of files of records; None if nothing resumes."""
         directory = None if self.backup is None else os.fspath(self.backup.backup_dir)
         if directory is None or not disk.is_local(directory):
             return None
@@ -158,7 +158,7 @@ class FitArguments:
 def trained_in(model: keras.Model, precision: str | None) -> Iterator[None]:
     """Sets layers of policy float32 to the policy `precision`, and back to float32 afterwards.
 
-    Layers of any other policy keep theirs.
+    Layers of any other policy keep it.
 
     Raises:
         UsageError: "mixed_float16" with an optimizer that does not scale the loss: small gradients
@@ -187,7 +187,7 @@ def trained_in(model: keras.Model, precision: str | None) -> Iterator[None]:
 
 
 def limited_steps(steps: int | None) -> int | None:
-    """No more steps of an epoch than `keras.config.set_max_steps_per_epoch` allows."""
+    """The number of steps of an epoch, limited by `keras.config.set_max_steps_per_epoch`."""
     _, max_steps = models.limits_for_debugging()
     if not max_steps or (steps is not None and steps <= max_steps):
         return steps

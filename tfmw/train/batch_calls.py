@@ -1,10 +1,11 @@
-"""train_on_batch, test_on_batch, predict_on_batch: loops of one's own, on every replica.
+"""train_on_batch, test_on_batch, predict_on_batch for user-written loops, on every replica.
 
     for x, y in batches:                                  # the same on every task
         loss = tfmw.train_on_batch(model, x, y)
 
-As Keras's methods of the same names. Every task makes the same calls with the same whole batch, and
-takes its part of it. Between two calls the model is an ordinary Keras model, equal on all tasks.
+They correspond to Keras's methods of the same names. Every task makes the same calls with the same
+whole batch, and processes its shard of it. Between two calls the model is an ordinary Keras model,
+equal on all tasks.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ def train_on_batch(
         model: a compiled Keras 3 model. It is trained in place.
         x, y, sample_weight: arrays or tensors [examples, ...], or structures of them: the whole
             batch, the same on every task.
-        class_weight, return_dict: as in `keras.Model.train_on_batch`.
-        strategy: as in `tfmw.fit`.
+        class_weight, return_dict: see `keras.Model.train_on_batch`.
+        strategy: see `tfmw.fit`.
 
     Returns:
-        As `keras.Model.train_on_batch`: loss and metrics of this batch, the same on every task.
+        Loss and metrics of this batch, in the form of `keras.Model.train_on_batch`; the same on
+        every task.
 
     Raises:
         UsageError: an uncompiled model; a batch, or a weight, that differs between tasks; parameter
@@ -73,14 +75,14 @@ def test_on_batch(
     """Computes loss and metrics of one batch, on all replicas.
 
     Args:
-        model, x, y, sample_weight, strategy: as in `train_on_batch`.
-        return_dict: as in `keras.Model.test_on_batch`.
+        model, x, y, sample_weight, strategy: see `train_on_batch`.
+        return_dict: see `keras.Model.test_on_batch`.
 
     Returns:
-        As `keras.Model.test_on_batch`, the same on every task.
+        The result of `keras.Model.test_on_batch`, the same on every task.
 
     Raises:
-        UsageError: as `train_on_batch`.
+        UsageError: see `train_on_batch`.
     """
     return _logs(model, "test", locals(), given())
 
@@ -88,22 +90,22 @@ def test_on_batch(
 def predict_on_batch(model: Any, x: Any) -> Any:
     """Computes the predictions of one batch.
 
-    Every task computes all of them: a loop needs them on every task, and so no message is needed.
-    `tfmw.predict` divides a dataset.
+    Every task computes all of them, because a loop needs them on every task. So no communication is
+    needed. `tfmw.predict` divides a dataset.
 
     Args:
         model: a Keras 3 model.
         x: array or tensor [examples, ...], or a structure of them.
 
     Returns:
-        As `keras.Model.predict_on_batch`.
+        The result of `keras.Model.predict_on_batch`.
     """
     with errors_reported("default"):
         return model.predict_on_batch(x)
 
 
 def _parts(model: Any, strategy: Any) -> list[Any]:
-    """The objects that a driver is for; `compile`, a new variable or a new seed replaces some."""
+    """Objects that a driver depends on; `compile`, a new variable or a new seed replaces some."""
     parts = models.compiled_parts(model)
     return [strategy, *parts, *model.variables, datasets.source_of_seeds()]
 

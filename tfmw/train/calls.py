@@ -1,4 +1,4 @@
-"""fit, evaluate and predict: as Keras's methods of the same names, on every replica of a cluster.
+"""fit, evaluate and predict, like Keras's methods of the same names, on every replica of a cluster.
 
 `fit` checks its arguments and chooses the strategy. All that a training does then is chosen in
 `plan.py`. The loop over epochs is in `loop.py`, steps are in `mirrored/` and `parameter_server/`.
@@ -70,18 +70,18 @@ def fit(
             one. It is trained in place.
         x, y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle,
             class_weight, sample_weight, initial_epoch, steps_per_epoch, validation_steps,
-            validation_batch_size, validation_freq: as in `keras.Model.fit`. A `tf.data.Dataset`
-            is batched by the global batch size. A callable gets a `tf.distribute.InputContext`
-            and returns the pipeline of that worker, batched by the batch size of one replica.
+            validation_batch_size, validation_freq: see `keras.Model.fit`. A `tf.data.Dataset` is
+            batched by the global batch size. A callable gets a `tf.distribute.InputContext` and
+            returns the pipeline of that worker, batched by the batch size of one replica.
         strategy: "auto" (the cluster that `tfmw.init` joined; else the GPUs of this machine; else
             one process), a name from `tfmw.strategies`, or a `tf.distribute.Strategy`.
-        workers: number of new processes on which to train; the result is copied back. For
+        workers: number of new processes on which to train; the result is copied back. Use it in
             notebooks, where TensorFlow has already run. An argument that cannot be sent to other
-            processes (a dataset that holds Python functions, for example) raises before any
-            process starts. On an engine also (least, most): as many as there is room for.
-        on: where these processes run: "local", "ray", "slurm", "spark", or an engine with its
-            settings, such as `tfmw.engines.Ray(resources={"CPU": 4})`. When a task dies, all start
-            again from the newest backup, up to the engine's `max_restarts`.
+            processes (a dataset that holds Python functions, for example) raises before any process
+            starts. Engines also accept (least, most), and start as many as have room.
+        on: the system that runs these processes: "local", "ray", "slurm", "spark", or an engine
+            with its settings, such as `tfmw.engines.Ray(resources={"CPU": 4})`. When a task dies,
+            all restart from the newest backup, up to the engine's `max_restarts`.
         backup_dir: directory in which the state of the run is saved, and from which an interrupted
             run resumes: the short form of `tfmw.callbacks.BackupAndRestore(backup_dir)`.
         backup_every: a number of steps, "epoch", "3 epochs", a time such as "10 s", or
@@ -97,13 +97,13 @@ def fit(
             model again afterwards. "mixed_float16" needs a `keras.optimizers.LossScaleOptimizer`.
             None or "float32": each layer's own dtype policy.
         shard_optimizer: True, False or "auto": whether replicas shard the update of the weights.
-            Each updates 1/N of them and keeps 1/N of the optimizer's slots, with the same
-            result. "auto": over tfmw's own ring, for large models, where it saves time. True:
-            wherever the optimizer allows it, and otherwise a warning gives the reason.
-        split_batch: False for models that need whole batches, such as layers with the batch size
-            written into them, or graphs joined into one: each replica then takes a whole batch of
-            the dataset. One batch for each replica makes a step, and gradients are averaged by
-            examples. Workers of parameter servers take whole batches in any case.
+            Each updates 1/N of them and keeps 1/N of the optimizer's slots, with the same result.
+            "auto" shards large models over tfmw's own ring, if this saves time. True shards
+            whenever the optimizer allows it; otherwise a warning gives the reason.
+        split_batch: False for models that need whole batches, such as layers with a fixed batch
+            size, or graphs merged into one: each replica then takes a whole batch of the dataset.
+            One batch for each replica makes a step, and gradients are averaged by examples. Workers
+            of parameter servers take whole batches in any case.
         sync: `tfmw.LocalSGD(every=50)` or `tfmw.DiLoCo(every=100)`, experimental, for slow
             networks: replicas train on their own, and exchange weights every few steps. None:
             gradients are summed in each step.
@@ -154,19 +154,19 @@ def fit(
 
 
 class _Trainings:
-    """The trainings of one call of `tfmw.fit`: of a `fit` of the user's, none or several.
+    """The trainings of one call of `tfmw.fit`; a user's own `fit` may start none or several.
 
     Args:
-        arguments: of the call.
+        arguments: arguments of the call.
     """
 
     def __init__(self, arguments: FitArguments):
         self._arguments = arguments
         self._count = 0
-        self._element_spec: Any = None  # of a batch of the last training
+        self._element_spec: Any = None  # spec of a batch of the last training
 
     def train(self, **passed: Any) -> keras.callbacks.History:
-        """Trains with these arguments of Keras's, and the call's others."""
+        """Trains with these arguments of Keras's `fit`, and the other arguments of the call."""
         arguments = dataclasses.replace(self._arguments, **passed)
         self._count += 1
         if self._count > 1 and arguments.backup is not None:
@@ -188,7 +188,7 @@ class _Trainings:
         return dataclasses.replace(arguments, callbacks=callbacks, backup_dir=None)
 
     def end(self) -> None:
-        """Exports the model, and warns if the user's `fit` has trained it in another way."""
+        """Exports the model, and warns if the user's `fit` has trained it without tfmw."""
         model, strategy = self._arguments.model, self._arguments.strategy
         if membership.is_evaluator():
             return
@@ -230,12 +230,11 @@ def evaluate(
     """Computes loss and metrics over all examples, on all replicas.
 
     Args:
-        model, x, y, strategy, split_batch: as in `fit`.
-        batch_size, verbose, sample_weight, steps, callbacks, return_dict: as in
-            `keras.Model.evaluate`.
+        model, x, y, strategy, split_batch: see `fit`. batch_size, verbose, sample_weight, steps,
+            callbacks, return_dict: see `keras.Model.evaluate`.
 
     Returns:
-        As `keras.Model.evaluate`; the same on every worker.
+        The result of `keras.Model.evaluate`, the same on every worker.
 
     Raises:
         UsageError: an uncompiled model, an empty dataset, an infinite one without `steps`, or data
@@ -268,8 +267,8 @@ def predict(
     """Computes predictions for all examples in the dataset's order, on all replicas.
 
     Args:
-        model, x, strategy, split_batch: as in `fit`.
-        batch_size, verbose, steps, callbacks: as in `keras.Model.predict`.
+        model, x, strategy, split_batch: see `fit`.
+        batch_size, verbose, steps, callbacks: see `keras.Model.predict`.
 
     Returns:
         NumPy array(s) [examples, ...] in the structure of the model's outputs; all examples on

@@ -1,4 +1,4 @@
-"""Iterates over this worker's shard of a dataset, epoch after epoch, and keeps the position.
+"""Iterator over this worker's shard of a dataset, epoch after epoch, with its position.
 
     data = EpochIterator(source, group, sharding, steps=None, argument="steps_per_epoch")
     data.begin_epoch()
@@ -29,13 +29,13 @@ class DriverCall:
     """The steps of one Python call of the driver."""
 
     first: int  # number of the first step in its epoch, from 0
-    max_steps: int  # fewer only if the data ends
-    shard_sizes: data.ShardSizes  # of all its steps
-    iterator: Any  # over the shard's dataset
+    max_steps: int  # fewer steps are made only if the data ends
+    shard_sizes: data.ShardSizes  # sizes of the shards in all of its steps
+    iterator: Any  # iterator over the shard's dataset
 
 
 class EpochIterator:
-    """Reads a source epoch after epoch.
+    """Reads a source, epoch after epoch.
 
     Args:
         source: the user's data.
@@ -44,8 +44,9 @@ class EpochIterator:
         steps: number of steps of one epoch; None for one pass over the data.
         argument: the name of the user's argument for `steps`.
         position: a `Cursor` of an interrupted run, as JSON; see `restore_position`.
-        index_dir: keeps the indices of files of records, with which a run resumes at once.
-        steps_per_execution: of the model.
+        index_dir: directory that keeps the indices of files of records, with which a run resumes at
+        once.
+        steps_per_execution: attribute of the model.
 
     Raises:
         UsageError: an empty dataset, an infinite one without `steps`, or data that differs between
@@ -73,17 +74,17 @@ class EpochIterator:
         # Those of the chief's machine: a resumed run has the order of the first one.
         cycle_lengths = (was and was.source.get("cycle_lengths")) or {}
         self._order = data.SharedOrder(seed, group, index_dir, cycle_lengths)
-        self._indexing: list[Any] | None = None  # processes
+        self._indexing: list[Any] | None = None  # processes that create indices
         self._passes = 0
-        self.iterator: Any = None  # of the current pass; None between two passes
+        self.iterator: Any = None  # iterator of the current pass; None between two passes
         self._steps_in_pass = 0
-        self._pass_end: Any = None  # the most steps of the current pass; as `Shard.steps`
-        self._orders: list[int] = []  # before the current pass, which has these shuffles:
+        self._pass_end: Any = None  # the most steps of the current pass; see `Shard.steps`
+        self._orders: list[int] = []  # orders before the current pass, for each of these shuffles:
         self._reshuffles: Any = ()
         self._ended = False
-        self.steps_done = 0  # in this epoch
+        self.steps_done = 0  # steps in this epoch
         self._batches_per_step = source.batches_per_step(sharding)
-        self._steps_of_resumed: int | None = None  # if other replicas began the epoch
+        self._steps_of_resumed: int | None = None  # set if other replicas began the epoch
         if group.size > 1:
             source.refuse_different(group.from_all)
         self.shard = source.shard(sharding, self._order)
@@ -92,7 +93,7 @@ class EpochIterator:
                 f"the dataset is infinite and {argument} was not given: pass {argument}=..., or "
                 "end the dataset with take()."
             )
-        # The most steps of a pass; None while unknown, and for infinite data.
+        # The most steps of a pass; None if unknown, and for infinite data.
         self._pass_steps: int | None = None
         self._limit_passes()
 
@@ -100,7 +101,7 @@ class EpochIterator:
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether the epoch is known to have no further step."""
+        """Whether it is known that the epoch has no further step."""
         return self._ended or (self._total is not None and self.steps_done >= self._total)
 
     @property
@@ -120,7 +121,7 @@ class EpochIterator:
         self.steps_per_epoch = self._pass_steps if requested is None else requested
 
     def reset(self) -> None:
-        """Begins a call of `fit` or an evaluation."""
+        """Starts a call of `fit` or an evaluation."""
         length = self.shard.hooks.length()
         if length is not None:
             self.shard.steps = -(-length // self._batches_per_step)
@@ -139,7 +140,7 @@ class EpochIterator:
         self._ended = False
 
     def next_call(self, max_steps: int) -> DriverCall | None:
-        """The next steps, at most `max_steps`; None at the end of the epoch."""
+        """The next steps, at most `max_steps`; None if the epoch is over."""
         if self._ended:
             return None
         if self._total is not None:
@@ -175,7 +176,7 @@ class EpochIterator:
         if self._passes == 1 and not self._steps_in_pass and self.shard.steps is None:
             raise data.empty_dataset()
         if self._pass_steps is None and self.shard.steps is None:
-            # As in Keras: no later pass has more steps than the first one, and the call that found
+            # As in Keras, no later pass has more steps than the first one plus the call that found
             # its end.
             per_call = self._steps_per_execution
             self._limit_passes((-(-self._steps_in_pass // per_call) + 1) * per_call)
@@ -191,7 +192,7 @@ class EpochIterator:
         shard = self.shard
         if self._requested_steps is None:
             if shard.reshuffles.ahead and self.iterator is not None:
-                next(self.iterator, None)  # a `repeat` begins again to see that it has ended
+                next(self.iterator, None)  # a `repeat` restarts its input to notice its end
             complete = self._pass_end == self._steps_in_pass
             self._end_pass()
             if complete and datasets.is_dataset(self._source.x):
@@ -202,10 +203,10 @@ class EpochIterator:
         elif self._pass_end == self._steps_in_pass:
             self._end_pass()
             if datasets.is_dataset(self._source.x):
-                self._begin_pass()  # as Keras does, though no epoch may follow
+                self._begin_pass()  # as Keras does, even if no epoch follows
 
     def leave(self) -> None:
-        """Ends the current pass; the user's dataset goes on as after Keras's calls."""
+        """Ends the current pass; the user's dataset continues as after Keras's calls."""
         self.shard.hooks.leave()
         self.end_indexing()
         if self.iterator is not None:
@@ -217,7 +218,7 @@ class EpochIterator:
         return self._reshuffles.left_after(self._steps_in_pass) if self._reshuffles else []
 
     def _begin_pass(self, skip: int = 0, batches: int = 0) -> None:
-        """Begins a pass after `skip` steps, of so many batches."""
+        """Starts a pass after `skip` steps, which read so many batches."""
         shard = self.shard
         if skip and shard.steps not in (None, data.INFINITE):
             before = batches // self._batches_per_step
@@ -235,7 +236,7 @@ class EpochIterator:
             rest = shard.batches(batches, self._batches_per_step)
             shard = dataclasses.replace(shard, dataset=rest)
         elif skip or (self._passes and order is not self._order):
-            # Skipped below the maps, so that skipped elements are not decoded.
+            # Elements are skipped below the maps, so that they are not decoded.
             shard = source.shard(self._sharding, order, batches)
             if not skip:
                 self.shard = shard
@@ -247,8 +248,9 @@ class EpochIterator:
         self._passes += 1
         self._steps_in_pass = skip
         self._reshuffles = shard.reshuffles
-        # Pipelines of a function may differ between workers: all enter the exchange. The shard that
-        # counts is that of all passes: a function has just made another one, to skip in it.
+        # Pipelines of a function may differ between workers, but all must enter the all-gather. The
+        # counting shard is that of all passes: the function has just created another one, to skip
+        # in it.
         counted = self.shard.reshuffles
         now = counted.passes if counted else []
         if counted or self._source.is_function():
@@ -267,10 +269,10 @@ class EpochIterator:
         return iterator
 
     def _end_pass(self) -> None:
-        """Notes shuffles below others, which began with the first element."""
+        """Counts the passes of shuffles below others, which began with the first element."""
         if self.iterator is not None and self._reshuffles:
             if self._reshuffles.cached:
-                next(self.iterator, None)  # a cache is full once it has seen the end
+                next(self.iterator, None)  # a cache is full only after it has seen the end
             self._reshuffles.note(ended=True)
         self.iterator = None
 
@@ -312,20 +314,20 @@ class EpochIterator:
         )
 
     def index_files(self) -> None:
-        """Makes the indices that a resumed run will read, while this one trains."""
+        """Starts to create the indices that a resumed run will read."""
         index_dir, x = self._order.index_dir, self._source.x
         if index_dir is not None and self._indexing is None and datasets.is_dataset(x):
             self._indexing = data.index_in_background(x, index_dir)
 
     def end_indexing(self) -> None:
-        """Ends the processes of `index_files`; also after an error."""
+        """Ends the processes of `index_files`; also called after an error."""
         for process in self._indexing or ():
             process.kill()
             process.wait()
         self._indexing = None
 
     def restore_position(self) -> None:
-        """Restores the position, on any number of workers: same batches, same order."""
+        """Restores the position, with the same next batches on any number of workers."""
         was = self._restored
         assert was is not None
         if was.batches_per_step == self._batches_per_step:
@@ -354,6 +356,6 @@ class EpochIterator:
 
 
 def _draw_seed() -> int:
-    """The global seed, so that seeded runs are equal; a random seed without a global one."""
+    """The global seed, so that seeded runs are equal; a random seed if there is none."""
     seed = datasets.global_seed()
     return (int.from_bytes(os.urandom(4)) if seed is None else seed) & 0x7FFFFFFF

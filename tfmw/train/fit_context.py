@@ -30,15 +30,15 @@ class FitContext:
     model: keras.Model  # compiled unless the call is `predict`
     strategy: tf.distribute.Strategy
     group: Group  # the tasks that make the same call
-    sharding: data.Sharding  # of global batches between their replicas
+    sharding: data.Sharding  # division of global batches between their replicas
 
     @classmethod
     def of(cls, model: Any, strategy: Any, method: str) -> FitContext:
-        """The context of `tfmw.<method>(model, strategy=strategy)`, which may join the cluster.
+        """Context of `tfmw.<method>(model, strategy=strategy)`; may join the cluster.
 
         Raises:
-            UsageError: `model` is neither a model nor a callable that returns one; it is not
-                compiled; or an unknown strategy.
+            UsageError: `model` is neither a model nor a callable that returns one, or it is not
+                compiled; or the strategy is unknown.
         """
         model = model_of(model)
         if not method.startswith("predict") and not model.compiled:
@@ -48,10 +48,11 @@ class FitContext:
             )
         strategy = strategies.choose(strategy)
         if method != "fit" and isinstance(strategy, tf.distribute.ParameterServerStrategy):
-            strategy = tf.distribute.get_strategy()  # the coordinator alone
+            strategy = tf.distribute.get_strategy()  # the coordinator runs alone
         _refuse_states_of_examples(model, strategy)
         if strategies.servers_of(strategy) is not None:
-            return cls(model, strategy, Group(0, 1), data.Sharding())  # only the coordinator
+            # only the coordinator calls it
+            return cls(model, strategy, Group(0, 1), data.Sharding())
         group = Group.of(strategy)
         local = placement.local_replicas(strategy)
         return cls(model, strategy, group, data.Sharding(group.size, group.rank, local))
@@ -60,8 +61,8 @@ class FitContext:
         """Creates all variables that Keras would create on the first training batch.
 
         Args:
-            element_spec: structure of tf.TensorSpec, of one batch (x, y, sample weights).
-            for_inputs: only those of the model, for `predict`.
+            element_spec: structure of tf.TensorSpec for one batch (x, y, sample weights).
+            for_inputs: whether to create only the variables of the model, for `predict`.
         """
         if for_inputs:
             if not self.model.built:
@@ -82,14 +83,14 @@ class FitContext:
         counts: bool = True,
         history: bool = False,
     ) -> Any:
-        """The callbacks that this task runs, including its progress display.
+        """Callbacks that this task runs, including its progress display.
 
         Args:
-            callbacks: of the user, or a list of Keras's, with which another call runs.
+            callbacks: callbacks of the user, or the `CallbackList` of another call.
             driver: of the steps: has `examples` and `times` so far, and `unplaced_model`, which is
                 None on parameter servers.
-            verbose: as in Keras.
-            steps: of one epoch; None if unknown.
+            verbose: see Keras.
+            steps: number of steps of one epoch; None if unknown.
             counts: whether the driver counts examples.
             history: whether to add a `History`.
         """
@@ -150,11 +151,11 @@ def _refuse_states_of_examples(model: keras.Model, strategy: tf.distribute.Strat
 def errors_reported(strategy: Any) -> Iterator[None]:
     """Reports an error of this task to all tasks, which then fail with it at once.
 
-    An error that all tasks raise alike is not reported: their next call may succeed. Nor is one of
-    a call that concerns this task alone, until the process ends with it.
+    An error that all tasks raise alike is not reported: their next call may succeed. An error of a
+    call that concerns this task alone is reported only if the process ends with it.
 
     Args:
-        strategy: the argument of the call.
+        strategy: argument of the call.
     """
     try:
         if not _is_of_this_task(strategy):
@@ -172,7 +173,7 @@ def errors_reported(strategy: Any) -> Iterator[None]:
 
 
 def _is_of_this_task(strategy: Any) -> bool:
-    """Whether a call concerns this task only, by its argument `strategy`."""
+    """Whether a call concerns this task only, according to its argument `strategy`."""
     joined = membership.joined()
     if joined is None or not isinstance(strategy, tf.distribute.Strategy):
         return joined is None or strategy in ("default", "mirrored")
@@ -186,7 +187,7 @@ def _goes_on(error: BaseException) -> bool:
     if is_secondary(error) or membership.has_failed():
         return False
     if joined.control is not None:
-        return True  # the coordinator alone makes calls
+        return True  # only the coordinator makes calls
     position = [of_one() for of_one in joined.positions]
     if None in position:
         return False

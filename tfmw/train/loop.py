@@ -47,24 +47,24 @@ Logs = dict[str, Any]
 
 
 Rows = tuple[Any, Any]
-"""float64 [replicas, values] of metrics, and the same of moving averages."""
+"""Replica-local state: float64 [replicas, values] of metrics, and the same of moving averages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """The state that others than the driver look at during a run."""
+    """State that code other than the driver reads during a run."""
 
     every_batch: bool  # whether callbacks run between batches
     model: bool  # whether the user's model is read between epochs
-    optimizer: str  # when callbacks may look at its slots: "never", after "epochs" or "steps"
+    optimizer: str  # when callbacks may read its slots: "never", after "epochs" or "steps"
 
 
 @dataclasses.dataclass(frozen=True)
 class DriverState:
-    """The state of a driver in a backup, beside the model's."""
+    """The state of a driver in a backup, in addition to the model's."""
 
     rows: Rows
-    position: dict[str, Any]  # in the data, as JSON
+    position: dict[str, Any]  # position in the data, as JSON
     tensors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -72,9 +72,10 @@ class Driver(Protocol):
     """Runs the training steps of the loop."""
 
     model: keras.Model
-    strategy: tf.distribute.Strategy  # on which its variables are placed while it is trained
+    # the strategy on which its variables are placed during the training
+    strategy: tf.distribute.Strategy
     group: Group  # the tasks that run the loop
-    batch_size: int | None  # of the global batch, if known
+    batch_size: int | None  # size of the global batch, if known
 
     @property
     def trains_in_place(self) -> bool:
@@ -82,11 +83,11 @@ class Driver(Protocol):
 
     @property
     def times(self) -> StepTimes | None:
-        """The time of this task's steps, by its uses; None if it makes none."""
+        """The time of this task's steps by its parts; None if it makes no steps."""
 
     @property
     def signals(self) -> list[float]:
-        """The sums over tasks of the signals in the last call of `metrics`."""
+        """Sums over tasks of the signals in the last call of `metrics`."""
 
     @property
     def steps_done(self) -> int:
@@ -94,25 +95,25 @@ class Driver(Protocol):
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether the epoch is known to have no further step."""
+        """Whether it is known that the epoch has no further step."""
 
     def start(self, reads: Reads) -> None:
-        """Called before the first epoch."""
+        """Prepares the driver; called before the first epoch."""
 
     def resume(self, tensors: Mapping[str, Any] | None) -> None:
         """Restores the position in the data at which the backup was taken.
 
         Args:
-            tensors: of the backup, on the chief. None if its run was complete: the user's data is
-                left as that run has left it.
+            tensors: tensors of the backup, on the chief. None if its run was complete: the user's
+                data is left as that run has left it.
         """
 
     def begin_epoch(self, kept: Rows | None, trains: bool = True) -> None:
-        """Sends changes of callbacks in the chief's model to all replicas, and begins an epoch.
+        """Sends callbacks' changes of the chief's model to all replicas, and starts an epoch.
 
         Args:
-            kept: of the backup, if the epoch was interrupted.
-            trains: whether the epoch has steps left.
+            kept: replica-local state of the backup, if the epoch was interrupted.
+            trains: whether the epoch has remaining steps.
         """
 
     def train(
@@ -129,24 +130,24 @@ class Driver(Protocol):
         """Copies the trained values into the user's model.
 
         Args:
-            complete: whether the last step of the epoch was run just now.
+            complete: whether the last step of the epoch has just run.
         """
 
     def metrics(self, signals: tuple[float, ...] = ()) -> Logs:
         """Logs of the steps since the last reset, over all replicas.
 
         Args:
-            signals: of this task; see the property.
+            signals: signals of this task; see the property.
         """
 
     def from_chief(self, numbers: Sequence[float]) -> list[float]:
         """The chief's numbers, on every task. All tasks must call it."""
 
     def share_changes(self) -> None:
-        """Sends changes of callbacks in the chief's model to all replicas."""
+        """Sends callbacks' changes of the chief's model to all replicas."""
 
     def slot_parts(self) -> SlotParts | None:
-        """This task's parts of the optimizer's slots; None where tasks have them whole."""
+        """This task's shards of the optimizer's slots; None if tasks have them whole."""
 
     def state(self, in_epoch: bool, slots: bool) -> DriverState:
         """Updates the user's model; returns the state of a backup that is not in it.
@@ -157,19 +158,19 @@ class Driver(Protocol):
         """
 
     def finish(self) -> None:
-        """Called after the last epoch: copies the final values into the user's model."""
+        """Copies the final values into the user's model; called after the last epoch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ValidationSignals:
-    """The signals during a validation: to save the state, or to exit."""
+    """Signals during a validation: to save the state, or to exit."""
 
-    local: Callable[[], tuple[float, ...]]  # those of this task
-    respond: Callable[[list[float]], None]  # to their sums, after each call of the driver
+    local: Callable[[], tuple[float, ...]]  # signals of this task
+    respond: Callable[[list[float]], None]  # called with their sums, after each call of the driver
 
 
 def any_wants_every_batch(group: Group, callback_list: Any, kind: str) -> bool:
-    """Whether callbacks of some task act between batches. All tasks enter it."""
+    """Whether callbacks of some task act between batches. A collective: all tasks must call it."""
     wants = (wants_every_batch(c, kind) for c in callback_list.callbacks)
     return any(group.from_all(any(wants)))
 
@@ -179,10 +180,10 @@ class TrainingLoop:
 
     Args:
         driver: runs the steps; its variables are placed before `run`.
-        backups: of this run; may contain the one from which it resumes.
-        callback_list: of this task.
-        arguments: of the call.
-        validate: evaluates the model: (callbacks, signals) -> logs.
+        backups: backups of this run, perhaps with one from which it resumes.
+        callback_list: callbacks of this task.
+        arguments: arguments of the call.
+        validate: function that evaluates the model: (callbacks, signals) -> logs.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class TrainingLoop:
         self._validation_freq = arguments.validation_freq
         self._validate = validate
         self._every_batch = False
-        self._step = 0  # since the start of the run, over all epochs and resumes
+        self._step = 0  # steps since the start of the run, over all epochs and resumes
         self._reporter = Reporter(driver.group.is_chief, driver.group.size)
 
     def run(self) -> None:
@@ -272,7 +273,7 @@ class TrainingLoop:
         return self._backups.on or self._validate is not None or others
 
     def _optimizer_read(self) -> str:
-        """See `Reads`."""
+        """Value of `Reads.optimizer`."""
         readers = list(filter(may_read_optimizer, self._callbacks.callbacks))
         after_steps = any(map(wants_every_batch, readers))
         local = "steps" if after_steps else "epochs" if readers else "never"
@@ -285,7 +286,7 @@ class TrainingLoop:
         return state.keeping_variables(self._model, self._driver.strategy)
 
     def _begin_epoch(self, epoch: int) -> Logs | None:
-        """Begins an epoch; returns the logs of its steps if only its validation was interrupted."""
+        """Starts an epoch; returns the logs of its steps if only its validation was interrupted."""
         driver, backups, callbacks = self._driver, self._backups, self._callbacks.callbacks
         found = backups.record
         resumed = found is not None and epoch == self._initial_epoch
@@ -364,7 +365,7 @@ class TrainingLoop:
         return bool(last)
 
     def _validation_signals(self, epoch: int, logs: Logs) -> ValidationSignals | None:
-        """Saves or exits between two calls of a validation, which a resumed run then repeats."""
+        """Signals to save or exit between calls of a validation, which a resumed run repeats."""
         backups, callbacks = self._backups, self._callbacks.callbacks
         if not backups.on:
             return None

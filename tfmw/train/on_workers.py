@@ -5,8 +5,9 @@ some. So the model and the data are sent to new processes and trained there. Wei
 state and History are copied back into the caller's objects.
 
 The model is sent with the classes and functions that a notebook defines (`pickling`), a
-`tf.data.Dataset` as its graph, arrays and callables as they are. On this machine nothing is written
-to disk, and only children of this process receive it; with `on=` an engine carries it to the tasks.
+`tf.data.Dataset` as its graph, arrays and callables unchanged. On this machine nothing is written
+to disk, and only children of this process receive it; with `on=` an engine transfers it to the
+tasks.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ from tfmw.train.local_sgd import round_server
 
 _ELASTIC_RESTARTS = 100
 _BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
-_BACKUP_OF_JOB_EVERY = "10 s"  # it travels to the job's controller
+_BACKUP_OF_JOB_EVERY = "10 s"  # each backup is sent to the job's controller
 
-_LARGEST_GRAPH = 2**31 - 2**20  # bytes of a protocol buffer, without those of its nodes
+_LARGEST_GRAPH = 2**31 - 2**20  # most bytes of a protocol buffer, without those of its nodes
 
 _KEPT_BY_JOB = "(kept by the job)"
-"""In place of a `backup_dir`: each task's own folder, whose newest backup the engine keeps."""
+"""Value in place of a `backup_dir`: each task's folder, whose newest backup the engine keeps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class _SentDataset:
     """A dataset as its graph and the spec of its elements.
 
     Attributes:
-        orders: name of a generator of the graph -> (the seeds of its shuffle, its passes so far).
+        orders: name of a generator of the graph -> (seeds of its shuffle, number of passes so far).
     """
 
     graph: bytes
@@ -92,15 +93,15 @@ class _SentDataset:
 
 
 def fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
-    """Trains on new processes and brings the result back.
+    """Trains on new processes and copies the result back.
 
     Args:
         fit: `tfmw.fit`, which each worker calls.
-        arguments: of the call, with a number of workers. Each worker runs the model's own `fit`,
-            if its class has one; what other libraries have wrapped around it runs here.
+        arguments: arguments of the call, with a number of workers. Each worker runs the model's own
+            `fit`, if its class has one; wrappers of other libraries run here.
 
     Returns:
-        The History of the run, or what the model's own `fit` returns; where `arguments.model` is a
+        The History of the run, or the result of the model's own `fit`. If `arguments.model` is a
         model, it is trained in place.
 
     Raises:
@@ -189,7 +190,7 @@ def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Any) -> di
 
 
 def _with(sent: FitArguments, backup: BackupAndRestore) -> FitArguments:
-    """The arguments with a backup callback that stands for `backup_dir` and `backup_every`."""
+    """The arguments with a backup callback in place of `backup_dir` and `backup_every`."""
     callbacks, _ = without_backup(sent.callbacks)
     return dataclasses.replace(sent, callbacks=[*callbacks, backup], backup_dir=None)
 
@@ -264,14 +265,14 @@ def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict
 
 
 def _process_settings() -> dict[str, Any]:
-    """Settings of this process that decide its results, beside the model and the data.
+    """Settings of this process that affect its results, in addition to the model and the data.
 
-    The workers begin where the caller's process is: shuffled arrays then have the order that they
-    have in one process, and a function that makes a model or a dataset makes the same one.
+    The workers start from the settings of the caller's process. Then shuffled arrays have the same
+    order as in one process. A function that creates a model or a dataset creates the same one.
     """
     return {
-        "random": state.all_random_state(),  # of Python and NumPy
-        "seeds": datasets.seed_state(),  # of TensorFlow and Keras
+        "random": state.all_random_state(),  # generators of Python and NumPy
+        "seeds": datasets.seed_state(),  # generators of TensorFlow and Keras
         "floatx": keras.config.floatx(),
         "epsilon": keras.config.epsilon(),
         "image_data_format": keras.config.image_data_format(),
@@ -281,7 +282,7 @@ def _process_settings() -> dict[str, Any]:
 
 
 def _apply(settings: Mapping[str, Any]) -> None:
-    """Makes settings of another process this process's own."""
+    """Applies the settings of another process to this one."""
     datasets.set_seed_state(settings["seeds"])
     restore_random_state(settings["random"])
     models.set_unseeded_state(settings["random"]["keras"])
@@ -315,7 +316,7 @@ def _build(arguments: FitArguments) -> None:
 
 
 class _Built(BaseException):
-    """Ends a `fit` of the user's, which has prepared the data, where it calls Keras's."""
+    """Ends a user's `fit`, which has prepared the data, when it calls Keras's method."""
 
 
 def _sent(structure: Any, what: str) -> Any:
@@ -367,14 +368,14 @@ def _sent_leaf(what: str, x: Any) -> Any:
 
 
 def _opened(structure: Any, opened: dict[str, tf.data.Dataset]) -> Any:
-    """The argument of `_sent`; see `_SentDataset.open`."""
+    """The argument that `_sent` was called with; see `_SentDataset.open`."""
     return tf.nest.map_structure(
         lambda x: x.open(opened) if isinstance(x, _SentDataset) else x, structure
     )
 
 
 def _follow_orders(sent: Any, orders: Mapping[str, int]) -> None:
-    """Gives the caller's datasets the passes that the workers have begun."""
+    """Counts the passes that the workers have begun for the caller's datasets."""
     for dataset in tf.nest.flatten(sent):
         if isinstance(dataset, _SentDataset):
             graph = tf.compat.v1.GraphDef.FromString(dataset.graph)

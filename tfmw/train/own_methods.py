@@ -1,4 +1,4 @@
-"""Methods of a model's class, and wrappers of other libraries, around those of tfmw.
+"""Methods of a model's class, and wrappers of other libraries, around tfmw's methods.
 
     mlflow.keras.autolog()
     tfmw.fit(model, data)        # one run of MLflow, begun and ended on the chief
@@ -9,9 +9,9 @@
 
     tfmw.fit(Scaled(...), data)
 
-Each task runs the model's own method with the same arguments; Keras's method at the end of it is
-tfmw's, which divides the data. Keras's other methods are tfmw's there, too. What other libraries
-have wrapped around Keras's method runs on the chief. Both see the arguments that Keras has.
+Each task runs the model's own method with the same arguments. The method of Keras that it calls at
+the end is tfmw's, which divides the data. Keras's other methods are tfmw's there, too. Wrappers of
+other libraries run on the chief. Both get the arguments that Keras's method has.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def call_own(
     given: Collection[str],
     run: Callable[..., Any],
 ) -> Any:
-    """The result of `model.<name>`, or of `run` for a model without a method of its own.
+    """Result of `model.<name>`, or of `run` for a model without a method of its own.
 
     Args:
-        strategy: of the call. It is chosen, and so the cluster joined, before code of the user's
-            runs TensorFlow.
-        arguments: of the call, by name.
-        given: the names of those that the caller has passed.
-        run: does what Keras's method does; gets its arguments by name.
+        strategy: strategy of the call. It is chosen, and so the cluster joined, before the user's
+            code runs TensorFlow.
+        arguments: arguments of the call, by name.
+        given: names of the arguments that the caller has passed.
+        run: replacement of Keras's method, called with its arguments by name.
     """
     of_user = model_methods.is_overridden(model, name) or model_methods.is_wrapped(name)
     if of_user:
@@ -57,7 +57,7 @@ def call_own(
 
 
 def calling_evaluate(model: keras.Model, strategy: tf.distribute.Strategy, run: Any) -> Any:
-    """A context in which `model.evaluate` is as the user has it, with `run` at its end."""
+    """A context in which `model.evaluate` is the user's, with `run` in place of Keras's method."""
     others = functools.partial(_of_tfmw, strategy)
     return model_methods.calling(model, "evaluate", run, others, is_chief(strategy))
 

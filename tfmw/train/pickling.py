@@ -1,4 +1,4 @@
-"""Pickles Keras models for child processes of this one.
+"""Pickles of Keras models for child processes of this one.
 
     packed = pack((model, settings), large)          # bytes; large arrays go into the list
     model, settings = call.loads(packed, large)      # in a child process
@@ -7,7 +7,7 @@
 Keras's own archive needs a `get_config` and registered classes, which models of a notebook often
 lack. Here layers, losses, metrics and optimizers are pickled attribute by attribute, and variables
 as arrays. Classes and functions that no module contains are pickled too (cloudpickle). The bytes
-are passed in memory to children of this process: nothing is read from a disk or a network.
+are passed in memory to children of this process: they are never read from a disk or a network.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tfmw.compat import objects, optimizers
 from tfmw.errors import UsageError, first_line
 from tfmw.launcher import call
 
-# Errors of objects that cannot be pickled; OpError: a layer's lookup table, say.
+# Errors of objects that cannot be pickled; OpError: for example a layer's lookup table.
 _REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError, tf.errors.OpError)
 
 
@@ -34,7 +34,8 @@ def pack(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
 
     Args:
         value: the structure.
-        large: gets the arrays that are too large to be copied into the pickle; None: all are.
+        large: list for the arrays that are too large to be copied into the pickle; None: all are
+        copied.
 
     Raises:
         UsageError: an object in it cannot be pickled, or cloudpickle is not installed.
@@ -64,7 +65,7 @@ def pack(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
 
 
 def rebuilt(model: keras.Model) -> keras.Model:
-    """An unpacked model, after rebuilding its optimizers' maps of variables."""
+    """An unpacked model, whose optimizers' maps of variables are rebuilt."""
     for optimizer in optimizers.optimizers_of(model):
         optimizers.rebuild_variable_maps(optimizer)
     return model

@@ -101,7 +101,7 @@ class Plan:
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[tuple[FitContext, Backups]]:
-        """The context of this task, and its backups."""
+        """Enters the context of this task, and its backups."""
         if self._rounds is not None:
             entered = elastic_training.entered(self._rounds, self._context, self._arguments)
             with entered as member:
@@ -132,7 +132,7 @@ class Plan:
     def _validation(
         self, context: FitContext, training: Training | None
     ) -> Callable[..., dict[str, Any]] | None:
-        """Evaluates the model on the validation data: (callbacks, signals) -> logs."""
+        """A function (callbacks, signals) -> logs that evaluates the validation data."""
         arguments = self._arguments
         if arguments.validation_source is None:
             return None

@@ -1,9 +1,9 @@
-"""Numbers of a training for Prometheus, and a log line if it waits for its input.
+"""Values of a training for Prometheus, and a log line if it waits for its input.
 
     TFMW_METRICS_FILE=/shared/run7.prom  # Prometheus's text, for the node exporter
     TFMW_METRICS_PORT=9400               # or served by the chief
 
-Only the chief reports, at most once a second; a report that fails ends nothing.
+Only the chief reports, at most once a second; a failed report does not end the training.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Reporter:
 
     Args:
         is_chief: whether this task reports.
-        workers: their number.
-        environ: TFMW_ATTEMPT is the number of restarts.
+        workers: number of workers.
+        environ: environment; TFMW_ATTEMPT is the number of restarts.
 
     Raises:
-        UsageError: prometheus_client is not installed, the port is not one, or it is taken.
+        UsageError: prometheus_client is not installed, or the port is invalid or taken.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class Reporter:
         Args:
             step: training steps done, over all attempts.
             epoch: complete epochs.
-            logs: Keras's.
-            times: of this task's steps so far.
-            saved_at: monotonic seconds of the last backup; None before the first.
+            logs: logs of Keras.
+            times: times of this task's steps so far.
+            saved_at: monotonic seconds of the last backup; None if there is none.
         """
         if not self._on or time.monotonic() < self._due:
             return
@@ -151,9 +151,9 @@ class Reporter:
 # ---------------------------------------------------------------- waiting for the input
 
 ENOUGH_S, ENOUGH_STEPS, SHARE = 10.0, 20, 0.5
-"""It is said after this time and this many steps, if more than this share is waiting."""
+"""Minimum time, number of steps, and fraction of waiting for the log line."""
 
-_EXPLAINS = 0.3  # of the wait for a batch: a stage that takes less is not the cause
+_EXPLAINS = 0.3  # minimum fraction of the wait that a stage must take to be the cause
 
 _MENDS = {
     "Map": "dataset.map(fn, num_parallel_calls=tf.data.AUTOTUNE)",
@@ -175,11 +175,11 @@ class InputBound:
     _checked = False
 
     def check(self, times: StepTimes, iterator: Any) -> None:
-        """Call it after calls of the driver.
+        """Checks for waits; call it after calls of the driver.
 
         Args:
-            times: of the training so far.
-            iterator: over the pipeline of this worker.
+            times: times of the training so far.
+            iterator: iterator over the pipeline of this worker.
         """
         if self._checked or times.seconds < ENOUGH_S or times.steps < ENOUGH_STEPS:
             return
@@ -189,14 +189,14 @@ class InputBound:
 
 
 def described(times: StepTimes, slowest: tuple[str, float] | None) -> str:
-    """The log line.
+    """Text of the log line.
 
     Args:
-        times: of the training so far.
+        times: times of the training so far.
         slowest: (stage of the pipeline, its seconds per batch); None if unknown.
     """
     share = f"training waits for its input {100 * times.input_s / times.seconds:.0f} % of the time"
-    # tf.data forgets a stage that is made anew, as one behind a repeat() is in each epoch.
+    # tf.data forgets a stage that is created again, as one behind a repeat() is in each epoch.
     if slowest is None or slowest[1] < _EXPLAINS * times.input_s / times.steps:
         return f"{share}; to read ahead: {_OTHER}"
     stage, seconds = slowest

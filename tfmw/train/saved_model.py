@@ -1,4 +1,4 @@
-"""Exports a trained model as a SavedModel: one writer, an atomic write, with checksums.
+"""Export of a trained model as a SavedModel: one writer, an atomic write, with checksums.
 
     tfmw.export(model, "models/digits")                        # the chief writes
 
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["MANIFEST", "check_path", "export", "verify_export"]
 
 MANIFEST = "tfmw_manifest.json"
-_FORMAT = 1  # of the manifest: {"format": 1, "files": {"saved_model.pb": {"sha256", "bytes"}}}
+# version of the manifest's format: {"format": 1, "files": {"saved_model.pb": {"sha256", "bytes"}}}
+_FORMAT = 1
 
 
 @blocking_call("export")
@@ -78,9 +79,9 @@ def export(
             whose first dimension is the batch (exported as unknown). By default the shapes that
             the model was built with. A subclassed model does not store the types of its inputs;
             their default is its float type.
-        tables: how tables on parameter servers are exported; of no effect on a model without any.
-            "whole": as variables, for machines that have the memory. "sharded": as files, in which
-            TensorFlow looks up the rows that an input needs, for machines that have not.
+        tables: format of tables on parameter servers; it has no effect on a model without tables.
+            "whole": as variables, for machines with enough memory. "sharded": as files, in which
+            TensorFlow looks up the rows that an input needs, for other machines.
         cluster: the cluster whose chief writes; by default the one that this process joined.
 
     Returns:
@@ -204,7 +205,7 @@ def _input_specs(model: keras.Model, input_signature: Any) -> Any:
             "Train it, or call it once on a batch."
         )
     if input_signature is None:
-        inputs = getattr(model, "inputs", None)  # of a functional or Sequential model
+        inputs = getattr(model, "inputs", None)  # inputs of a functional or Sequential model
         if inputs is None:
             input_signature = _remembered_inputs(model)
         else:

@@ -1,4 +1,4 @@
-"""From a `Cluster` to a `tf.distribute.Strategy`.
+"""Strategies of tf.distribute for a `Cluster`.
 
 strategy = strategies.multi_worker_mirrored("ring")
 strategies.current_strategy()                    # the default strategy of fit()
@@ -34,19 +34,19 @@ def multi_worker_mirrored(
     bytes_per_pack: int | None = None,
     timeout_s: float | None = None,
 ) -> tf.distribute.Strategy:
-    """Synchronous training on all workers of the cluster. Joins it unless `init` has.
+    """Creates the strategy of synchronous training on all workers. Joins the cluster if needed.
 
     Args:
-        collectives: "auto", "tfmw", "ring" or "nccl", as in `init`.
-        cluster: as in `init`.
+        collectives: "auto", "tfmw", "ring" or "nccl"; see `init`.
+        cluster: see `init`.
         bytes_per_pack: gradients are reduced in packs of about this many bytes.
         timeout_s: seconds after which a collective fails; None waits as long as peers are alive.
 
     Returns:
-        A `tf.distribute.MultiWorkerMirroredStrategy`; on a single machine, one without peers.
+        A `tf.distribute.MultiWorkerMirroredStrategy`; without peers on a single machine.
 
     Raises:
-        UsageError: unknown collectives, or NCCL on a machine without GPUs.
+        UsageError: `collectives` is unknown, or NCCL was chosen on a machine without GPUs.
     """
     require_choice("collectives", collectives, COLLECTIVES)
     options = communication_options(collectives, bytes_per_pack, timeout_s)
@@ -61,14 +61,14 @@ def multi_worker_mirrored(
 
 
 def mirrored(devices: Sequence[str] | None = None) -> tf.distribute.Strategy:
-    """Synchronous training on several devices of this machine.
+    """Creates the strategy of synchronous training on several devices of this machine.
 
     Args:
-        devices: such as ["CPU:0", "CPU:1"] or ["GPU:0", "GPU:1"]; by default all GPUs, or without
-            GPUs all logical CPU devices.
+        devices: names such as ["CPU:0", "CPU:1"] or ["GPU:0", "GPU:1"]; by default all GPUs, or
+            without GPUs all logical CPU devices.
 
     Raises:
-        UsageError: a device that this machine does not have.
+        UsageError: this machine does not have one of the devices.
     """
     import tensorflow as tf
 
@@ -96,26 +96,26 @@ def parameter_server(
     prefetch_rows: int = 0,
     row_compression: str | None = None,
 ) -> tf.distribute.Strategy:
-    """Training on parameter servers. Joins the cluster as its coordinator.
+    """Creates the strategy of parameter servers. Joins the cluster as its coordinator.
 
-    On a ps or worker of the cluster the call serves, as `init` does. Variables that are divided,
-    and their optimizer slots, are made on the servers if the model is made after this call: this
-    process then has a handle, and never the rows.
+    On a ps or worker of the cluster the call serves, as `init` does. If the model is created after
+    this call, divided variables and their optimizer slots are created on the servers: this process
+    then has a handle, and never the rows.
 
     Args:
-        cluster: as in `init`, with `ps` and `workers`; this process is its chief.
+        cluster: see `init`; it has `ps` and `workers`, and this process is its chief.
         partitioner: divides large variables over the servers, such as
             `tf.distribute.experimental.partitioners.MinSizePartitioner`; along the first axis.
-        min_shard_bytes: divides each variable of at least twice this many bytes, into as many
-            pieces of at least this size as there are servers.
+        min_shard_bytes: divides each variable of at least twice this many bytes into shards of at
+            least this size, at most one for each server.
         sync_replicas: updates wait for gradients of the same step from several workers.
         replicas_to_aggregate: the number of gradients in an update; by default one of each
             worker. With fewer, late gradients are dropped and counted.
         max_whole_bytes: a divided variable of more bytes is never read or assigned as a whole:
             `variable.numpy()`, or a layer that needs all rows, raises `TfmwError`.
-        prefetch_rows: 1 fetches the rows of a worker's next batch while it computes. They are then
-            those before the worker's own last update: one step staler. Of every ten batches the
-            first is not fetched ahead. 0 fetches each batch's rows when its step begins.
+        prefetch_rows: 1 fetches the rows of a worker's next batch while it computes. They then lack
+            the worker's own last update: they are one step staler. The first of every ten batches
+            is not fetched ahead. 0 fetches each batch's rows when its step begins.
         row_compression: "bf16" sends rows and their gradients as bfloat16, in half of the bytes;
             servers keep and update them in their own type. None sends them unchanged.
 
@@ -166,14 +166,14 @@ def parameter_server(
 
 
 def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strategy:
-    """The strategy of a call of fit, evaluate or predict.
+    """Chooses the strategy of a call of fit, evaluate or predict.
 
     Args:
         strategy: "auto" (the joined cluster; else all GPUs of this machine; else none), a name,
             or a strategy, which is returned unchanged.
 
     Raises:
-        UsageError: an unknown name, or a strategy that this process can no longer create.
+        UsageError: the name is unknown, or this process can no longer create the strategy.
     """
     import tensorflow as tf
 
@@ -218,7 +218,7 @@ def servers_of(strategy: tf.distribute.Strategy) -> JoinedCluster | None:
     """The joined cluster, if `strategy` trains on its parameter servers; None for other kinds.
 
     Raises:
-        UsageError: a `ParameterServerStrategy` that tfmw did not create.
+        UsageError: tfmw did not create this `ParameterServerStrategy`.
     """
     import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""Flows of sums, products, functions of each element, reductions and normalization."""
+"""Flows of sums, products, elementwise functions, reductions and normalization."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ REDUCTIONS = frozenset(_REDUCTIONS.split())
 
 
 def first_flow(op: Any, inputs: list[Flow]) -> Flow:
-    """Of an operation that changes nothing in how its first input follows from examples."""
+    """Flow of an operation that keeps the flow of its first input."""
     return inputs[0]
 
 
@@ -68,12 +68,12 @@ def _sum_rule(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def is_zero(flow: Flow) -> bool:
-    """Whether a value is a constant 0, which a sum begins with."""
+    """Whether a value is a constant 0, as the initial value of a sum is."""
     return flow.kind == "fixed" and flow.constant is not None and not np.any(flow.constant)
 
 
 def _small(op: Any, inputs: list[Flow]) -> bool:
-    """Whether the fixed inputs only prevent a division by 0, or only give a shape, as `0 * x`."""
+    """Whether the fixed inputs only prevent a division by 0, or give a shape, as in `0 * x`."""
     limit = 1.0 if op.type == "Maximum" else 1e-3
 
     def small(tensor: Any, flow: Flow) -> bool:
@@ -141,7 +141,7 @@ def _padding(tensor: Any, flow: Flow, axes: set[int]) -> Any:
 
 
 def _axes_of(op: Any, flow: Flow, rank: int) -> set[int] | None:
-    """The axes that a reduction names; None if they are not known."""
+    """The axes of a reduction; None if they are not known."""
     axes = op.inputs[1]
     value = static_value(axes) if flow.constant is None else flow.constant
     if value is not None:
@@ -152,7 +152,7 @@ def _axes_of(op: Any, flow: Flow, rank: int) -> set[int] | None:
 
 
 def _broadcast_axes(axes: Any, shape: Any) -> set[int] | None:
-    """The axes along which an operand was broadcast, of the gradient of a binary operation."""
+    """The axes along which an operand was broadcast, in the gradient of a binary operation."""
     vectors = [_static_dims(t) for t in axes.op.inputs]
     own = vectors[axes.value_index]
     if own is None:
@@ -163,7 +163,7 @@ def _broadcast_axes(axes: Any, shape: Any) -> set[int] | None:
 
 
 def _static_dims(vector: Any) -> list[int | None] | None:
-    """The known dimensions of a shape that is in a tensor."""
+    """The known dimensions of a shape that is the value of a tensor."""
     value = static_value(vector)
     if value is not None:
         return [int(d) for d in value]
@@ -178,7 +178,7 @@ def _l2_loss(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _last_axis(op: Any, inputs: list[Flow]) -> Any:
-    """Softmax, sorting, and whatever else treats the last axis as a whole."""
+    """Flow of operations on the whole last axis, such as softmax and sorting."""
     flow = nonlinear_flow(op, aligned_flows(op, inputs))
     rank = op.inputs[0].shape.rank
     if flow.kind in BAD or rank is None:
@@ -222,7 +222,7 @@ def _matmul(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _contraction(op: Any, inputs: list[Flow], terms: list[list[str]], result: list[str]) -> Flow:
-    """Of a product of tensors, with named axes, summed over those that the result lacks."""
+    """Flow of a product of tensors with named axes, summed over the axes that the result lacks."""
     names = list(dict.fromkeys(itertools.chain(*terms)))
     place = {name: i for i, name in enumerate(names)}
     flow = None
@@ -234,7 +234,7 @@ def _contraction(op: Any, inputs: list[Flow], terms: list[list[str]], result: li
     assert flow is not None
     over = {place[name] for name in names if name not in result}
     for axis, label in flow.axes:
-        # A sum over examples of one factor with what is at their place in another.
+        # A sum over examples of products between elements of the same example.
         if axis in over and label is not None and len(flow.axes) > 1:
             return bad_flow("compared", op, [flow])
     flow = total_flow(op, flow, over, "Sum", keep=True)

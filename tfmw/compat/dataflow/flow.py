@@ -1,4 +1,4 @@
-"""How a tensor follows from the examples of a batch, and how the flows of several combine."""
+"""The flow of a tensor from the examples of a batch, and combinations of flows."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any, NamedTuple
 from tfmw.compat.graph import static_value
 
 EXAMPLES = "examples"
-"""The label of an axis along which a batch's examples stand one after the other."""
+"""The label of an axis along which the examples of a batch follow each other."""
 
 ITERATIONS = -1
 """The axis of a value that belongs to another example in each iteration of a loop."""
 
 
 class Flow(NamedTuple):
-    """How a tensor follows from the examples of a batch.
+    """Dependence of a tensor on the examples of a batch.
 
     Attributes:
-        kind: "fixed": not at all. "size": from the number of examples only. "rows": for each
-            example from itself, along `axes`. "reduced": linear in a sum or mean over examples.
-            "compared": from several examples in another way. "nonlinear": from a reduction in
-            another way. "unknown".
+        kind: "fixed": does not depend on examples. "size": depends on their number only. "rows":
+            has a value for each example, along `axes`, which depends on this example only.
+            "reduced": is linear in a sum or mean over examples. "compared": depends on several
+            examples in another way. "nonlinear": depends on a reduction in another way. "unknown".
         axes: (axis, label) of each axis along which examples differ; axes of equal labels have the
             same examples, in the same order.
-        degree: the power of the number of examples by which it grows: 1 for a sum, 0 for a mean.
-            None: by another function.
-        affine: of rows: a reduction has been added to them.
-        elements: of a vector of sizes: of each element.
-        sized: of a size: the label of the axis that has it, if it is not that of the examples.
+        degree: the power of the number of examples with which it grows: 1 for a sum, 0 for a mean.
+            None: another function.
+        affine: whether a reduction has been added to rows.
+        elements: the flow of each element, for a vector of sizes.
+        sized: the label of the axis with this size, if it is not that of the examples.
         constant: the value of a small constant.
-        origin: the operation that made it "compared", "nonlinear" or "unknown"; or that made pairs.
+        origin: the operation that made it "compared", "nonlinear" or "unknown", or that made pairs.
     """
 
     kind: str = "fixed"
@@ -44,16 +44,16 @@ class Flow(NamedTuple):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether two examples differ along two axes."""
+        """Whether examples vary along two axes, as in a matrix of pairs."""
         labels = [label for _, label in self.axes]
         return self.kind == "rows" and len(set(labels)) < len(labels)
 
     def label(self, axis: int) -> Any:
-        """Of an axis; None if examples do not differ along it."""
+        """Label of an axis; None if examples do not vary along it."""
         return dict(self.axes).get(axis)
 
     def along(self, axes: Iterable[tuple[int, Any]]) -> Flow:
-        """The same along other axes."""
+        """The same flow along other axes."""
         return self._replace(axes=tuple(sorted(axes, key=lambda a: a[0])), elements=None)
 
 
@@ -63,17 +63,17 @@ SIZE = Flow("size", degree=1)
 
 BAD = ("compared", "nonlinear", "unknown")
 
-SMALL = 16  # values
+SMALL = 16  # most elements of a constant whose value is followed
 
 
 def constant_input(op: Any, inputs: list[Flow], i: int) -> Any:
-    """The value of an input; None if it is not known."""
+    """The value of a constant input; None if it is not known."""
     known = inputs[i].constant
     return static_value(op.inputs[i]) if known is None else known
 
 
 def bad_flow(kind: str, op: Any, flows: Sequence[Flow] = ()) -> Flow:
-    """Of a value that does not combine over replicas; an operation before it may be the origin."""
+    """Flow of a value that replicas cannot combine; an earlier operation may be the origin."""
     return Flow(kind, origin=_origin_of(flows) or op)
 
 
@@ -82,17 +82,17 @@ def _origin_of(flows: Iterable[Flow]) -> Any:
 
 
 def worst_flow(flows: Sequence[Flow]) -> Flow | None:
-    """The first flow of the first kind in `BAD` that any has; None if all combine."""
+    """The first flow of the first kind in `BAD` that occurs; None if replicas can combine all."""
     return next((flow for kind in BAD for flow in flows if flow.kind == kind), None)
 
 
 def without_axes(op: Any, flow: Flow) -> Flow:
-    """Of an operation that is not understood: as its input, if examples differ along no axis."""
+    """Flow of an unknown operation: that of its input, if examples vary along no axis."""
     return bad_flow("unknown", op) if flow.axes else flow
 
 
 def aligned_flows(op: Any, flows: list[Flow]) -> list[Flow]:
-    """Flows of inputs that are broadcast, with the axes of the result."""
+    """Flows of inputs that are broadcast, with axes numbered as in the result."""
     ranks = [tensor.shape.rank for tensor in op.inputs]
     if None in ranks:
         return flows
@@ -103,12 +103,12 @@ def aligned_flows(op: Any, flows: list[Flow]) -> list[Flow]:
 
 
 def has_total(flows: Iterable[Flow]) -> bool:
-    """Whether a reduction over examples is in any of several values."""
+    """Whether any of several values contains a reduction over examples."""
     return any(flow.kind == "reduced" or flow.affine for flow in flows)
 
 
 def _together(op: Any, flows: list[Flow]) -> Flow:
-    """Of several values, along all of their axes; "compared" if one has different examples."""
+    """Flow of several values together; "compared" if an axis has different examples."""
     axes: dict[int, Any] = {}
     for flow in flows:
         for axis, label in flow.axes:
@@ -126,13 +126,13 @@ def highest_kind(flows: Iterable[Flow]) -> str:
 
 
 def vector_flow(elements: Iterable[Flow]) -> Flow:
-    """Of a vector of numbers of these flows."""
+    """Flow of a vector of numbers with these flows."""
     elements = tuple(elements)
     return Flow(highest_kind(elements), degree=None, elements=elements)
 
 
 def joined_flow(op: Any, flows: list[Flow]) -> Flow:
-    """Of a sum, and of whatever is one of several values."""
+    """Flow of a sum, or of a choice between several values."""
     bad = worst_flow(flows)
     if bad is not None:
         return bad
@@ -155,7 +155,7 @@ def joined_flow(op: Any, flows: list[Flow]) -> Flow:
 
 
 def nonlinear_flow(op: Any, flows: list[Flow]) -> Flow:
-    """Of a function, element by element, that is not linear."""
+    """Flow of a nonlinear elementwise function."""
     if has_total(flows):
         return bad_flow("nonlinear", op, flows)
     out = _together(op, flows)
@@ -163,7 +163,7 @@ def nonlinear_flow(op: Any, flows: list[Flow]) -> Flow:
 
 
 def product_flow(op: Any, flows: list[Flow], quotient: bool = False) -> Flow:
-    """Of a product or quotient of two."""
+    """Flow of a product or quotient of two values."""
     a, b = flows
     varying = [flow for flow in flows if has_total([flow])]
     others = [flow for flow in flows if flow.kind in ("rows", "reduced")]
@@ -179,7 +179,7 @@ def product_flow(op: Any, flows: list[Flow], quotient: bool = False) -> Flow:
 
 
 def total_flow(op: Any, flow: Flow, axes: set[int], how: str, keep: bool = False) -> Flow:
-    """Of a reduction over some axes."""
+    """Flow of a reduction over some axes."""
     over = {axis: label for axis, label in flow.axes if axis in axes}
 
     def moved(axis: int) -> int:
@@ -208,27 +208,27 @@ def total_flow(op: Any, flow: Flow, axes: set[int], how: str, keep: bool = False
 
 
 def is_uneven(label: Any) -> bool:
-    """Whether the number of values along an axis is no multiple of that of examples."""
+    """Whether the size of an axis is no multiple of the number of examples."""
     return tag_of(label) in ("selected", "mixed")
 
 
 def tag_of(label: Any) -> Any:
-    """The first part of a label that is a tuple, such as "joined"; None of any other."""
+    """The first element of a label that is a tuple, such as "joined"; None for other labels."""
     return label[0] if isinstance(label, tuple) else None
 
 
 def joined_parts(label: Any) -> tuple[Any, ...]:
-    """The labels of what follows each other along an axis: one, unless it is a `joined_label`."""
+    """The labels of the values concatenated along an axis: one, unless it is a `joined_label`."""
     return label[1] if tag_of(label) == "joined" else (label,)
 
 
 def joined_label(parts: Sequence[Any]) -> Any:
-    """The label of an axis along which the values of several axes follow each other."""
+    """The label of an axis along which the values of several axes are concatenated."""
     return parts[0] if len(parts) == 1 else ("joined", tuple(parts))
 
 
 def joined_apart(op: Any, inputs: list[Flow]) -> Flow:
-    """Of values that stand beside each other: each may be treated by itself later."""
+    """Flow of stacked values, which later operations may treat separately."""
     out = joined_flow(op, inputs)
     kinds = {flow.kind for flow in inputs}
     if out.kind == "nonlinear" and "nonlinear" not in kinds:
@@ -237,7 +237,7 @@ def joined_apart(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def by_rows(op: Any, inputs: list[Flow]) -> Any:
-    """Of any other operation: its first axis is that of the examples, as of a convolution."""
+    """Flow of other operations, such as a convolution: their first axis has the examples."""
     if has_total(inputs):
         return bad_flow("nonlinear", op, inputs)
     if op.type.endswith(("BackpropFilter", "BiasAddGrad", "BackpropFilterV2")):
@@ -270,5 +270,5 @@ Rule = Callable[[Any, list[Flow]], Any]
 
 
 def rules(table: dict[str, Rule]) -> dict[str, Rule]:
-    """The rule of each operation; in `table`, names of operations with one rule share a key."""
+    """Rule of each operation; in `table`, names of operations with one rule share a key."""
     return {name: rule for names, rule in table.items() for name in names.split()}

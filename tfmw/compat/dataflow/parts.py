@@ -1,4 +1,4 @@
-"""Flows of values side by side, of slices and lists, and of elements at an index."""
+"""Flows of concatenations, slices and lists, and of elements at an index."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _unpack(op: Any, inputs: list[Flow]) -> Any:
 
 
 def _selected_rows(op: Any, flow: Flow) -> Flow:
-    """Of some rows of a batch, chosen by their place: on each replica they are others."""
+    """Flow of rows of a batch selected by position: each replica selects other examples."""
     if flow.kind == "size":
         return Flow("size", degree=None)
     return bad_flow("compared", op, [flow])
@@ -127,7 +127,7 @@ def _split(op: Any, inputs: list[Flow]) -> Any:
 
 
 def _slice_bounds(op: Any) -> list[tuple[Any, ...]] | None:
-    """Of a StridedSlice, per entry: ("new",), ("all",), ("index", i) or ("range", i)."""
+    """Entries of a StridedSlice: ("new",), ("all",), ("index", i) or ("range", i)."""
     rank, count = op.inputs[0].shape.rank, op.inputs[1].shape.num_elements()
     if rank is None or count is None:
         return None
@@ -135,7 +135,7 @@ def _slice_bounds(op: Any) -> list[tuple[Any, ...]] | None:
     masks = {name: op.get_attr(f"{name}_mask") for name in names}
     out: list[tuple[Any, ...]] = []
     others = (
-        count  # entries after which the ellipsis, or the end, stands for all axes that are left
+        count  # the ellipsis, or the end, stands for all axes that remain after this many entries
     )
     for i in range(count):
         marks = {name for name in names if masks[name] >> i & 1}
@@ -217,7 +217,7 @@ def _slice_label(op: Any, inputs: list[Flow], entry: tuple[Any, ...], label: Any
 
 
 def _bound(tensor: Any, flow: Flow, i: int) -> Any:
-    """A bound of a slice: a number, or "size" for that of the examples."""
+    """A bound of a slice: a number, or "size" for the number of examples."""
     value = static_value(tensor) if flow.constant is None else flow.constant
     if value is not None:
         return int(value[i])
@@ -248,7 +248,7 @@ def _slice(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _along_axis(op: Any, inputs: list[Flow]) -> Flow:
-    """Cumulated sums, reversed or rolled axes: whatever mixes the elements of some axes."""
+    """Flow of operations that mix the elements of some axes: cumulative sums, reverse, roll."""
     flow, rank = inputs[0], op.inputs[0].shape.rank
     if not flow.axes or flow.kind != "rows":
         nonlinear = flow.kind == "reduced" and op.type == "Cumprod"
@@ -263,7 +263,7 @@ def _along_axis(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _list_item(op: Any, inputs: list[Flow]) -> Flow:
-    """An element of a list of tensors, of which `axes` are those of the stacked list."""
+    """Flow of an element of a list of tensors, whose `axes` are those of the stacked list."""
     flow = inputs[0]
     axes = [(ITERATIONS if a == 0 else a - 1, label) for a, label in flow.axes]
     return flow.along(axes)
@@ -334,9 +334,9 @@ def _gather(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _is_place(indices: Any) -> bool:
-    """Whether indices are 0, 1, 2 ... of all examples, so that each is taken for itself."""
+    """Whether indices are 0, 1, 2 ... over all examples, so that each example is selected once."""
     while indices.op.type in (*SAME, "Reshape", "ExpandDims", "SelectV2"):
-        if indices.op.type == "SelectV2":  # `tf.vectorized_map` takes 0 if there is one example
+        if indices.op.type == "SelectV2":  # `tf.vectorized_map` selects 0 if there is one example
             if indices.op.inputs[0].shape.rank != 0:
                 return False
             indices = indices.op.inputs[1]
@@ -362,7 +362,7 @@ def _gather_nd(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _first_index(indices: Any) -> Any:
-    """The tensor of the first component of indices [..., n]; None if it cannot be told."""
+    """The first component of indices [..., n]; None if it is unknown."""
     while indices.op.type in SAME:
         indices = indices.op.inputs[0]
     if indices.op.type in ("Pack", "ConcatV2"):
@@ -475,7 +475,7 @@ def _unique(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _padded(op: Any, inputs: list[Flow]) -> Flow:
-    """Of a ragged tensor as a dense one: a row for each example."""
+    """Flow of a ragged tensor that is made dense: a row for each example."""
     if has_total(inputs):
         return bad_flow("nonlinear", op, inputs)
     return Flow("rows", ((0, EXAMPLES),)) if any(flow.axes for flow in inputs) else FIXED

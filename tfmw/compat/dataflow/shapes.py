@@ -1,4 +1,4 @@
-"""Flows of operations on shapes and sizes, and of values that are made by a shape."""
+"""Flows of operations on shapes and sizes, and of values created from a shape."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _reshape(op: Any, inputs: list[Flow]) -> Flow:
 def _reshaped_axes(
     op: Any, flow: Flow, before: list[Any], after: list[Any]
 ) -> list[tuple[int, Any]] | None:
-    """The axes of examples after a reshape; None if they cannot be told."""
+    """The axes of examples after a reshape; None if they are unknown."""
     others = [i for i, d in enumerate(before) if d != 1 or flow.label(i) is not None]
     target = [i for i, d in enumerate(after) if d != 1]
     iterations = [(a, label) for a, label in flow.axes if a < 0]
@@ -137,7 +137,7 @@ def _leading_axis(
 def _merged_parts(
     axes: dict[int, Any], others: list[int], before: list[Any], after: list[Any], target: list[int]
 ) -> list[tuple[int, Any]] | None:
-    """Groups of examples that become a batch again."""
+    """Labels of groups of examples that a reshape merges into a batch again."""
     places = sorted(axes)
     labels = [axes[a] for a in places]
     whole = all(tag_of(label) in ("group", "in group") for label in labels)
@@ -153,7 +153,7 @@ def _shape(op: Any, inputs: list[Flow]) -> Any:
 
 
 def size_of(label: Any) -> Flow:
-    """Of the size of an axis of this label."""
+    """Flow of the size of an axis with this label."""
     return SIZE._replace(sized=None if label == EXAMPLES else label)
 
 
@@ -165,7 +165,7 @@ def _shape_of(flow: Flow, tensor: Any) -> Flow:
     for axis, size in enumerate(tensor.shape):
         label = flow.label(axis)
         if label is not None and is_uneven(label):
-            elements.append(Flow("reduced", degree=1))  # a number of selected values
+            elements.append(Flow("reduced", degree=1))  # the number of selected values
         elif label is not None:
             elements.append(size_of(label))
         elif flow.kind in BAD and size is None:
@@ -186,7 +186,7 @@ def _number(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _of_shape(op: Any, vector: int, inputs: list[Flow], kind: str) -> Flow:
-    """Of an operation that makes a tensor of a shape."""
+    """Flow of an operation that creates a tensor of a shape."""
     shape, flow = op.outputs[0].shape, inputs[vector]
     labels: list[tuple[int, Any]] = []
     if flow.kind == "fixed":
@@ -208,7 +208,7 @@ def _fill(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _random(op: Any, inputs: list[Flow]) -> Flow:
-    """Each row is drawn for itself."""
+    """Flow of random numbers, which are drawn for each row."""
     out = _of_shape(op, 0, inputs, "rows")
     if len(op.inputs) > 1 and any(flow.axes for flow in inputs[1:]):
         return by_rows(op, inputs)
@@ -238,7 +238,7 @@ def _broadcast_to(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def with_sizes(op: Any, flow: Flow, added: list[tuple[int, Any]]) -> Flow:
-    """Of a value that is repeated as often as there are examples."""
+    """Flow of a value that is repeated as often as there are examples."""
     if not added:
         return flow
     kind = "size" if flow.kind == "fixed" else flow.kind

@@ -36,7 +36,7 @@ class Dataflow:
     """The `Flow` of each tensor of a step, computed once.
 
     Args:
-        batch: the batch that the step gets: tensors in any structure.
+        batch: the batch of the step: tensors in any structure.
     """
 
     def __init__(self, batch: Any):
@@ -44,7 +44,8 @@ class Dataflow:
         self._given: dict[Any, Flow] = {}
         self._captures: dict[int, dict[Any, Any]] = {}
         self._graph: Any = None
-        self.guards: list[Any] = []  # whether a total is finite: taken for true
+        # conditions that a total is finite, which are assumed to be true
+        self.guards: list[Any] = []
         for tensor in tf.nest.flatten(batch, expand_composites=True):
             if is_symbolic(tensor):
                 self._graph = tensor.graph
@@ -58,7 +59,7 @@ class Dataflow:
                 self.declare(splits, Flow("rows", ((0, ("splits", EXAMPLES)),)))
 
     def of(self, value: Any) -> Flow:
-        """The flow of a tensor; an eager one's is unknown."""
+        """The flow of a tensor; unknown for an eager tensor."""
         if isinstance(value, tf.IndexedSlices):
             value = value.values
         if not tf.is_tensor(value) or not hasattr(value, "op"):
@@ -89,7 +90,7 @@ class Dataflow:
         return any(_op_key(op) in wanted for op in inputs_first(ends, inputs))
 
     def declare(self, tensor: Any, flow: Flow) -> None:
-        """Sets the flow of a tensor, in place of the one that its operation suggests."""
+        """Sets the flow of a tensor, in place of the one that its operation implies."""
         if is_symbolic(tensor):
             self._given[_key(tensor)] = flow
 
@@ -140,7 +141,7 @@ class Dataflow:
         return [flow._replace(constant=None) if flow.axes == () else flow for flow in found]
 
     def _of_placeholder(self, op: Any) -> Flow:
-        """Of a captured tensor, that of the tensor; of an argument of a user's function, a guess.
+        """Flow of a captured tensor; a guess for an argument of a user's function.
 
         A function is traced before the operation that calls it exists.
         """
@@ -158,7 +159,7 @@ class Dataflow:
         return FIXED
 
     def _captured(self, tensor: Any) -> Any:
-        """The tensor of an outer graph that a placeholder stands for; None of an argument."""
+        """The captured tensor of an outer graph for a placeholder; None for an argument."""
         captured = self._captures.setdefault(id(tensor.graph), {})
         if _key(tensor) not in captured:
             captures = getattr(tensor.graph, "captures", ())
@@ -166,7 +167,7 @@ class Dataflow:
         return captured.get(_key(tensor))
 
     def _of_call(self, op: Any, inputs: list[Flow]) -> list[Flow]:
-        """Of an operation that calls functions: a call, a condition, a loop."""
+        """Flows of an operation that calls functions: a call, a condition, a loop."""
         if op.type in _LOOPS:
             return self._of_loop(op, inputs)
         if op.type in _PLAIN_CALLS:
@@ -216,9 +217,9 @@ class Dataflow:
     def _counters(
         self, op: Any, body: Any, inputs: list[Flow]
     ) -> tuple[list[int], dict[int, tf.Tensor]]:
-        """Of a loop over the examples: the numbers of its state that count, and what others add.
+        """(counters in a loop's state, tensors that its sums add), for a loop over examples.
 
-        A sum adds, in each iteration, a value that does not depend on it.
+        A sum adds, in each iteration, a value that does not depend on the sum.
         """
         counters: list[int] = []
         added: dict[int, tf.Tensor] = {}
@@ -228,7 +229,7 @@ class Dataflow:
         if self._inside(op, condition, inputs)[1][0].kind != "size":
             return counters, added
         if all(flow != SIZE for flow in inputs):
-            return counters, added  # such as half of the examples
+            return counters, added  # for example half of the examples
         for i, (argument, result) in enumerate(zip(body.inputs, body.outputs, strict=True)):
             update = _without_identity(result).op
             if update.type not in ("AddV2", "Add") or not is_zero(inputs[i]):
@@ -256,7 +257,7 @@ class Dataflow:
         return getattr(function, "graph", None)
 
     def _inside(self, op: Any, body: Any, arguments: list[Flow]) -> tuple[Dataflow, list[Flow]]:
-        """The flows of a function's results. Functions are nested as deep as users nest them."""
+        """Flows of a function's results. Functions are nested as deep as users nest them."""
         inner = Dataflow(())
         inner.guards = self.guards
         if body is None or len(body.inputs) != len(arguments):
@@ -320,7 +321,7 @@ def _folded(op: Any, inputs: list[Flow]) -> Any:
 
 
 def _only_value(op: Any) -> Any:
-    """The value of `minimum(c, maximum(c, x))`, as in a `bincount` of c columns; None of others."""
+    """Value of `minimum(c, maximum(c, x))`, as in a `bincount` of c columns; None for others."""
     if op.type != "Minimum":
         return None
     upper = static_value(op.inputs[0])

@@ -3,9 +3,9 @@
     run_task(contact, rank=1, payload=lambda: [data], host="h1")
     python -m tfmw.launcher.engines.agent FOLDER RANK  # the same, by files of a shared folder
 
-The agent reserves a port, introduces itself to the controller and does what that asks for: look at
-a directory, unpack a backup, start the task, end it. It sends back output, progress, backups and
-the result. When the connection is lost it ends the task. Nothing here imports TensorFlow; the task
+The agent reserves a port, sends a hello to the controller and executes its requests: check a
+directory, unpack a backup, start the task, end it. It sends back output, progress, backups and the
+result. When the connection is lost it ends the task. Nothing here imports TensorFlow; the task
 does.
 """
 
@@ -46,16 +46,16 @@ from tfmw.launcher.run_status import RunStatus
 from tfmw.launcher.spawn import Spawner
 
 CONTACT, PAYLOAD = "contact.json", "payload"
-"""Files that the controller writes into the folder of a job, where all hosts share it."""
+"""Files that the controller writes into the folder of a job, if all hosts share it."""
 
 BACKUPS = "TFMW_JOB_BACKUPS"
 """Variable of each task: a folder of its own whose newest backup the job keeps."""
 
-_LOOK_S = 0.05  # seconds between two looks at the task
+_LOOK_S = 0.05  # seconds between two checks of the task
 _TELL_S = 0.5  # seconds between two reports of progress
-_BACKLOG = 1 << 20  # bytes that may be unsent before a backup
-_MARKER_S = 10.0  # in which a file must appear in a directory that several hosts share
-_FAREWELL_S = 60.0  # in which the controller takes the result
+_BACKLOG = 1 << 20  # bytes that may be unsent when a backup is added
+_MARKER_S = 10.0  # time for a file to appear in a directory that several hosts share
+_FAREWELL_S = 60.0  # time for the controller to take the result
 
 
 def run_task(
@@ -64,8 +64,8 @@ def run_task(
     """Runs one task of a job, until it has ended and its result is sent.
 
     Args:
-        contact: how to reach the controller.
-        rank: which task.
+        contact: addresses and token of the controller.
+        rank: rank of the task.
         payload: returns the packed call; called just before the task starts.
         host: this machine's name in messages; by default the system's.
 
@@ -134,7 +134,7 @@ class _Agent:
                         return
 
     def _next(self, timeout_s: float | None = None) -> messages.Message | None:
-        """The controller's next message; None once the connection is lost. Raises queue.Empty."""
+        """The controller's next message; None if the connection is lost. Raises queue.Empty."""
         event, *arguments = self.inbox.get(timeout=timeout_s)
         message: messages.Message | None = arguments[0] if event == "from_leader" else None
         return message
@@ -187,7 +187,7 @@ class _Agent:
     # ---- the task --------------------------------------------------------------------------------
 
     def _watch(self, tasks: TasksOfOneMachine) -> None:
-        """Returns once the task has ended, and the controller has its result or is gone."""
+        """Waits until the task has ended, and the controller has its result or is gone."""
         told, wanted, ended = 0.0, True, None
         while ended is None:
             found = tasks.look(_LOOK_S)
@@ -201,7 +201,7 @@ class _Agent:
             if time.monotonic() - told >= _TELL_S:
                 told = time.monotonic()
                 self.links.to_leader(messages.StepReached(tasks.step, tasks.division))
-                if self.links.backlog < _BACKLOG:  # the backup before has been sent
+                if self.links.backlog < _BACKLOG:  # the previous backup has been sent
                     self._send_backup()
         self._send_backup()
         self.links.to_leader(ended)
@@ -218,7 +218,7 @@ class _Agent:
             if newest != self.sent_backup:
                 self.links.to_leader(messages.BackupFiles(newest, packed(self.backups / newest)))
                 self.sent_backup = newest
-        except (ValueError, OSError):  # none yet, or it has just been replaced by a newer one
+        except (ValueError, OSError):  # there is none yet, or a newer one has just replaced it
             return
 
 
@@ -230,7 +230,7 @@ def wait_connected(
     """Waits for the connection to the controller.
 
     Raises:
-        TfmwError: none of its addresses was reached in time.
+        TfmwError: none of its addresses could be reached in time.
     """
     deadline = clock() + timeout_s
     while (event := inbox.get())[0] != "leader_connected":

@@ -55,7 +55,7 @@ class Controller:
 
     spec: JobSpec
     tasks: Tasks
-    folder: Path  # for the job's files
+    folder: Path  # directory of the job's files
     stop: Signals = dataclasses.field(default_factory=Signals)
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Controller:
                 port = listener.getsockname()[1]
                 with Links(token, self._inbox.put, TIMING, listener, self._welcome) as links:
                     state, problem = self._run_attempts(links, port)
-            except Exception as error:  # whoever waits for the job must learn of it
+            except Exception as error:  # processes that wait for the job must learn of it
                 traceback.print_exc(file=output)
                 problem = f"its controller failed: {type(error).__name__}: {error}"
             finally:
@@ -150,13 +150,13 @@ class Controller:
         self._display.line(f"tfmw: {text}")
 
     def _welcome(self, hello: Message) -> int:
-        """A name for each connection: a task of an earlier attempt may have the rank of another."""
+        """Name for a new connection: tasks of several attempts may have one rank."""
         if not isinstance(hello, AgentHello):
             raise ValueError("no task of this job")
         return next(self._connections)
 
     def _first_attempt(self) -> int:
-        """0, or the next one of a job that was queued again, with the restarts that it has left."""
+        """Number of the first attempt: 0, or the next one of a job that was queued again."""
         before: dict[str, Any] = {}
         with contextlib.suppress(FileNotFoundError):
             before = json.loads(own_files.read(self.folder, jobs.STATUS))
@@ -217,7 +217,7 @@ class Controller:
             restarts=self._policy.restarts,
             goodput=attempt.ending.goodput(),
         )
-        # The log is what they are printed to.
+        # These lines are printed to the log itself.
         lines = [x for x in result.summary() if not x.startswith("tfmw: log of ")]
         for line in lines:
             self._output.write(f"{line}\n")
@@ -231,7 +231,7 @@ class Controller:
         return (self.folder / CANCEL).exists()
 
     def _say(self, **known: Any) -> None:
-        """Writes the job's status, where it has changed."""
+        """Writes the job's status if it has changed."""
         status = {**self._written, **known}
         if status != self._written:
             self._written = status

@@ -1,10 +1,10 @@
 """An engine: a system that places processes on machines, and accounts for them.
 
-    class Mine(Engine):              # settings, and what the caller's process asks for
+    class Mine(Engine):              # settings, and requests of the caller's process
         def submit(self, spec, payload): ...      # a handle of the job's controller
         def attach(self, number): ...             # the same, from another process
 
-    class MyTasks(Tasks):            # beside the controller: start these tasks, watch, end
+    class MyTasks(Tasks):            # in the controller's process: start tasks, watch, end
         def start(self, count, contact): ...
         def lost(self): ...
         def end(self): ...
@@ -33,13 +33,13 @@ TIMING = Timing(beat_s=2.0, silence_s=20.0, hello_s=10.0)
 
 @dataclasses.dataclass(frozen=True)
 class JobSpec:
-    """A job, for the controller; the call itself travels as the payload."""
+    """A job, for the controller; the call itself is sent as the payload."""
 
-    setup: Setup  # of each task
+    setup: Setup  # setup of each task
     workers: tuple[int, int]  # the least and the largest number of tasks
     # Versions that must be the same in every task, by name.
     facts: Mapping[str, str] = dataclasses.field(default_factory=common_versions)
-    # Those that every task must see, by the name of the argument.
+    # Directories that every task must share, by the name of the argument.
     directories: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Proves to the controller that a task belongs to the job.
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(32))
@@ -47,16 +47,16 @@ class JobSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Contact:
-    """How a task reaches the controller."""
+    """Addresses and token by which a task reaches the controller."""
 
     hosts: tuple[str, ...]  # names or addresses of its machine, the likeliest first
     port: int
-    token: str  # of the job
-    attempt: int  # number of the attempt that the task is started for
+    token: str  # token of the job
+    attempt: int  # number of the attempt for which the task is started
 
 
 class Tasks(abc.ABC):
-    """The tasks of one job, beside its controller. No method may wait for long."""
+    """The tasks of one job, used by its controller. No method may wait for long."""
 
     requeues = False
     """Whether the engine starts the controller again after tasks have saved their state."""
@@ -70,9 +70,9 @@ class Tasks(abc.ABC):
         return most
 
     def room(self, most: int) -> int:
-        """The number of tasks that have room, those that run included; at most `most`.
+        """The number of tasks that have room, including running ones; at most `most`.
 
-        An engine that returns more than run makes a job with `workers=(2, 8)` grow.
+        An engine that returns more than the running tasks makes a job with `workers=(2, 8)` grow.
         """
         return 0
 
@@ -82,14 +82,14 @@ class Tasks(abc.ABC):
 
     @abc.abstractmethod
     def lost(self) -> dict[int, str]:
-        """The tasks that have ended without having been asked to: {rank: why, as a clause}."""
+        """Tasks that have ended without a request: {rank: reason, as a clause}."""
 
     @abc.abstractmethod
     def end(self) -> None:
         """Ends all tasks that were started; returns once none of them runs."""
 
     def keep(self, backup: bytes) -> None:
-        """Keeps the newest backup of a job without a `backup_dir`."""
+        """Stores the newest backup of a job without a `backup_dir`."""
         self._backup = backup
 
     def kept(self) -> bytes:
@@ -97,23 +97,23 @@ class Tasks(abc.ABC):
         return getattr(self, "_backup", b"")
 
     def close(self) -> None:  # noqa: B027  (most have nothing to give back)
-        """Gives everything back that the job has."""
+        """Releases everything that the job holds."""
 
 
 class JobHandle(Protocol):
     """A job's controller and its files, for other processes."""
 
     why: str
-    """Why the engine lost the job, as a clause, once `state` has returned "lost"; "": unknown."""
+    """Reason of the loss as a clause, after `state` returned "lost"; "": unknown."""
 
     def read(self, name: str, offset: int = 0) -> bytes:
         """A file of the job from `offset` on; b"" if there is none."""
 
     def state(self) -> str:
-        """The state of a job whose controller has not written its last one, as the engine knows it.
+        """State of a job according to the engine, if its controller has not written its last one.
 
         Returns:
-            "queued", "running", "cancelled" or "lost"; "" where the engine cannot be asked now.
+            "queued", "running", "cancelled" or "lost"; "" if the engine does not reply now.
         """
 
     def cancel(self) -> None:
@@ -131,7 +131,7 @@ class Engine(abc.ABC):
     """A system that runs jobs. The settings of each engine are its fields.
 
     Args:
-        max_restarts: how often `tfmw.fit` starts all tasks again from the newest backup.
+        max_restarts: how often `tfmw.fit` restarts all tasks from the newest backup.
     """
 
     max_restarts: int = 3
@@ -148,11 +148,11 @@ class Engine(abc.ABC):
         """The handle of a job that another process has submitted. Raises UsageError."""
 
     def numbers(self) -> list[str]:
-        """Numbers of the jobs that are there, the oldest first."""
+        """Numbers of the existing jobs, the oldest first."""
         return []
 
     def where(self, number: str) -> str:
-        """The engine's name of the job, for people: "Slurm job 4711", and a dashboard's address."""
+        """The engine's name of the job for people: "Slurm job 4711", and a dashboard's address."""
         return f"{self.name} job {number}"
 
 
@@ -175,11 +175,11 @@ def library(name: str, extra: str = "") -> Any:
     """Imports an engine's library.
 
     Args:
-        name: of its module.
-        extra: name of the engine, where it is another one.
+        name: name of its module.
+        extra: name of the engine, if it differs.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: the library is not installed.
     """
     try:
         return importlib.import_module(name)

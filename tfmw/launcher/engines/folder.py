@@ -1,10 +1,10 @@
-"""Jobs whose controller is a process, and whose files are in a folder: what Slurm and local share.
+"""Engines whose controller is a process and whose files are in a folder: Slurm and local.
 
-    folder = write_job(root / "3fa9c2", spec, payload)     # where the job is submitted
+    folder = write_job(root / "3fa9c2", spec, payload)     # in the submitting process
     control(folder, tasks)                                 # in the controller's process
-    FolderHandle(folder, ...).read("status.json")           # from everywhere that sees the folder
+    FolderHandle(folder, ...).read("status.json")           # in any process that sees the folder
 
-The folder is its owner's only, as it holds the job's token, and pickles (`own_files.py`).
+Only its owner can access the folder, as it holds the job's token, and pickles (`own_files.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class FolderEngine(Engine):
     """An engine whose jobs have a folder.
 
     Args:
-        directory: in which each job has its folder, seen by all of its hosts; by default
-            `.tfmw` in the home directory.
+        directory: parent of each job's folder, shared by all of its hosts; by default `.tfmw` in
+            the home directory.
     """
 
     directory: str | os.PathLike[str] | None = None
@@ -58,7 +58,7 @@ class FolderEngine(Engine):
         """The folder of a job.
 
         Raises:
-            UsageError: there is none, or others can have written to it.
+            UsageError: it does not exist, or other users may have written to it.
         """
         folder = self.root / number
         try:
@@ -73,7 +73,7 @@ class FolderEngine(Engine):
 
 
 def write_job(root: Path, spec: JobSpec, payload: Payload) -> Path:
-    """Makes the folder of a job; returns it.
+    """Creates the folder of a job; returns it.
 
     Raises:
         UsageError: it cannot be written.
@@ -97,7 +97,7 @@ def submitting(folder: Path) -> Iterator[contextlib.ExitStack]:
     """Removes a job's folder after an error.
 
     Yields:
-        Takes the functions that end what has been started of the job, for the same case.
+        A stack of callbacks that end the started parts of the job after an error.
 
     Raises:
         UsageError: a file cannot be written, or a process cannot be started.
@@ -112,7 +112,7 @@ def submitting(folder: Path) -> Iterator[contextlib.ExitStack]:
 
 
 def write_contact(folder: Path, contact: Contact) -> None:
-    """Tells tasks how to reach the controller."""
+    """Writes the controller's addresses and token into the folder, for the tasks."""
     own_files.write(folder / CONTACT, json.dumps(dataclasses.asdict(contact)).encode())
 
 
@@ -155,7 +155,7 @@ class FolderHandle:
 
     def cancel(self) -> None:
         (self.folder / CANCEL).touch()
-        if self.state() == "queued":  # there is no controller yet
+        if self.state() == "queued":  # the controller does not exist yet
             self.kill()
 
     def forget(self) -> None:

@@ -1,10 +1,10 @@
-"""A job on an engine, as its submitter and everybody who attaches to it sees it.
+"""A job on an engine, as its submitter and every process that attaches to it see it.
 
     job = tfmw.submit(train, args=(10,), workers=8, on="slurm")
     job.id                        # "slurm:4711"
     job.status()                  # "queued", "running", "done", ...
     job.logs(follow=True)         # prints until the job ends
-    job.result(timeout_s=600)     # what the function returned in each task
+    job.result(timeout_s=600)     # the function's result in each task
     job.cancel()
 
 The controller writes small files, and a `JobHandle` reads them from any machine.
@@ -28,14 +28,14 @@ STATUS, OUTPUT, RESULT, BACKUP = "status.json", "output.log", "result.pickle", "
 """Names of the files that a controller writes."""
 
 POLICY = "policy"
-"""Field of the status: the restart policy's count, for a controller that starts again."""
+"""Field of the status: counters of the restart policy, for a controller that starts again."""
 
 ENDED = ("done", "failed", "cancelled", "preempted", "lost")
-"""States that do not change any more; "lost": the engine ended the job's controller."""
+"""Final states; "lost": the engine ended the job's controller."""
 
 POLL_S = 0.2
-_ASK_EVERY_S = 2.0  # of the engine, such as Slurm's controller
-_CANCEL_S = 30.0  # in which a controller ends its tasks
+_ASK_EVERY_S = 2.0  # interval of queries to the engine, such as Slurm's controller
+_CANCEL_S = 30.0  # time for a controller to end its tasks
 
 
 class Job:
@@ -43,14 +43,14 @@ class Job:
 
     Args:
         engine: name of its engine.
-        number: which of the engine's jobs it is.
-        handle: of its controller.
-        where: where it runs, for people.
+        number: number of the job on the engine.
+        handle: handle of its controller.
+        where: description of its place, for people.
     """
 
     def __init__(self, engine: str, number: str, handle: JobHandle, where: str) -> None:
         self.id = f"{engine}:{number}"
-        """Names the job for `tfmw.attach`, `tfmw logs` and `tfmw cancel`."""
+        """Identifier of the job for `tfmw.attach`, `tfmw logs` and `tfmw cancel`."""
         self.where = where
         """The engine's own number of the job, and its dashboard if it has one."""
         self._handle = handle
@@ -89,13 +89,13 @@ class Job:
                     found["state"] = known
                     if self._handle.why:
                         found["problem"] = self._handle.why
-            elif known == "queued":  # again, after a failure of a node
+            elif known == "queued":  # queued again, after a failure of a node
                 found["state"] = known
         found.pop(POLICY, None)
         return found
 
     def _known(self) -> str:
-        """The engine's answer; it is asked from time to time, as that may cost it something."""
+        """The engine's answer, cached for a while, as a query may be expensive."""
         now = time.monotonic()
         if now >= self._ask_at:
             self._last = self._handle.state()
@@ -103,11 +103,11 @@ class Job:
         return self._last
 
     def logs(self, follow: bool = False, out: TextIO | None = None) -> str:
-        """The output of its tasks, each line labelled with its task and host.
+        """Output of the job's tasks, each line labelled with its task and host.
 
         Args:
-            follow: whether to print it, and what follows until the job ends.
-            out: where to; by default `sys.stdout`.
+            follow: whether to print it, and further output until the job ends.
+            out: the stream to print to; by default `sys.stdout`.
 
         Returns:
             The text so far.
@@ -129,16 +129,16 @@ class Job:
             time.sleep(POLL_S)
 
     def wait(self, timeout_s: float | None = None) -> str:
-        """Waits for its end.
+        """Waits for the end of the job.
 
         Args:
-            timeout_s: seconds to wait at most; None: as long as it takes.
+            timeout_s: seconds to wait at most; None: without limit.
 
         Returns:
-            Its state then, as `status`.
+            Its final state; see `status`.
 
         Raises:
-            TimeoutError: it has not ended in time.
+            TimeoutError: the job has not ended in time.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (state := self.status()) not in ENDED:
@@ -151,10 +151,10 @@ class Job:
         """The function's result in each task, in the order of the tasks.
 
         Args:
-            timeout_s: seconds to wait at most; None: as long as it takes.
+            timeout_s: seconds to wait at most; None: without limit.
 
         Raises:
-            TimeoutError: it has not ended in time.
+            TimeoutError: the job has not ended in time.
             TaskFailed: it was cancelled or lost, or a task died without an exception.
             Exception: that of the function in the first task that failed; its cause is a
                 `TaskFailed` with the task's traceback.
@@ -168,10 +168,10 @@ class Job:
         return return_values(result, {task: call.loaded(raw) for task, raw in outcomes.items()})
 
     def cancel(self, timeout_s: float = _CANCEL_S) -> None:
-        """Ends the job and all of its tasks, and gives back what it had; safe to call twice.
+        """Ends the job and all of its tasks, and releases its resources; may be called twice.
 
         Args:
-            timeout_s: seconds in which its controller may end the tasks in order.
+            timeout_s: seconds for its controller to end the tasks in order.
         """
         if self.status() in ENDED:
             return

@@ -1,10 +1,10 @@
-"""One attempt of a job, from the controller's side: its tasks gathered, checked, started, watched.
+"""Controller's side of one attempt: its tasks are gathered, checked, started and watched.
 
     attempt = JobAttempt(spec, tasks, links, display, number=0, count=8)
     attempt.start(port)                     # the engine starts the tasks, which connect
     for event in inbox: attempt.handle(*event)
     attempt.look()                          # whether it is over
-    attempt.ending                          # how: see `tfmw.launcher.remote.remote_attempt`
+    attempt.ending                          # the result: see `tfmw.launcher.remote.remote_attempt`
 
 Events come in, messages go out; nothing here waits, so the controller remains responsive.
 """
@@ -27,13 +27,13 @@ from tfmw.launcher.remote.remote_attempt import RemoteAttempt
 from tfmw.observe.goodput import Division
 
 LIVE = "live"
-"""The name, for `Display`, of the first task where its output is for a terminal."""
+"""Name, for `Display`, of the first task if its output is for a terminal."""
 
 SETTLE_S = 3.0
-"""Seconds to wait for the cause where the first failures only report a lost task."""
+"""Seconds to wait for the cause if the first failures only report a lost task."""
 
 LOST_S = 2.0
-"""Seconds in which a task that the engine has lost may still report why it ended."""
+"""Seconds in which a task that the engine has lost may still report the reason."""
 
 
 @dataclasses.dataclass
@@ -48,15 +48,15 @@ class TaskState:
 
 @dataclasses.dataclass
 class JobAttempt:
-    """All tasks of one attempt; `ending` is how they end."""
+    """All tasks of one attempt; `ending` collects their ends."""
 
     spec: JobSpec
     tasks: Tasks
     links: Links
-    display: Display  # of the tasks' output
+    display: Display  # display of the tasks' output
     number: int
-    count: int  # of the tasks
-    division: Division | None = None  # of the run's time until now; None: nothing is known
+    count: int  # number of tasks
+    division: Division | None = None  # division of the run's time until now; None: unknown
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -64,8 +64,8 @@ class JobAttempt:
         self.members: dict[int, TaskState] = {}
         self._ranks: dict[Hashable, int] = {}
         self._lost_at: dict[int, float] = {}
-        self._unseen = set(range(self.count))  # whose directories have not been looked at
-        self._backup = ""  # the newest that the job keeps
+        self._unseen = set(range(self.count))  # tasks whose directories have not been checked
+        self._backup = ""  # name of the newest backup that the job keeps
         now, options = self.clock(), self.spec.setup.options
         self._start_by = now + (options.start_timeout_s or math.inf)
         self.ending = RemoteAttempt(
@@ -80,7 +80,7 @@ class JobAttempt:
         self.tasks.start(self.count, contact)
 
     def handle(self, event: str, name: Hashable, *what: Any) -> None:
-        """Takes an event of a connection."""
+        """Processes an event of a connection."""
         rank = self._ranks.get(name)
         if event == "from_member" and rank is None:
             self._welcome(name, *what)
@@ -130,7 +130,7 @@ class JobAttempt:
         self.links.to_member(self.members[rank].name, message)
 
     def _check(self) -> None:
-        """Compares versions, and has the tasks look at the directories that they share."""
+        """Compares versions, and makes the tasks check the directories that they share."""
         self.phase = "checking"
         for rank in range(self.count):
             hello = self.members[rank].hello
@@ -163,7 +163,7 @@ class JobAttempt:
             self._run()
 
     def _run(self) -> None:
-        """Sends the cluster to all tasks; they start."""
+        """Sends the cluster to all tasks, which then start."""
         self.phase = "running"
         spec, hellos = self.spec, [member.hello for member in self._in_order()]
         cluster = {"worker": tuple(addresses.joined(h.address, h.port) for h in hellos)}
@@ -196,10 +196,10 @@ class JobAttempt:
         return f"worker {rank} on {member.hello.host}" if member else f"worker {rank}"
 
     def look(self) -> bool:
-        """Looks at what the engine has lost, and at the time; whether the attempt is over."""
+        """Checks for lost tasks, and the time; returns whether the attempt is over."""
         now, attempt = self.clock(), self.ending
         for rank, why in self.tasks.lost().items():
-            # One that has connected may still report why it ended.
+            # A connected task may still report why it ended.
             patience = LOST_S if rank in self.members else -1.0
             if rank in attempt.running and now - self._lost_at.setdefault(rank, now) > patience:
                 attempt.lost(rank, why, now)
@@ -210,7 +210,7 @@ class JobAttempt:
         return attempt.must_end(now) or not attempt.running
 
     def _fail(self, rank: int, problem: str) -> None:
-        """Ends the attempt, and the run, for something that no restart mends."""
+        """Ends the attempt and the run, for a problem that no restart can solve."""
         now = self.clock()
         found = self.ending.failure(rank, now, error=problem, usage=True, external=False)
         self.ending.fail(found, now)

@@ -1,6 +1,6 @@
 """Jobs of this machine that outlive the process that submits them: `tfmw.submit(..., on="local")`.
 
-The shortest engine: read it as an example of one.
+This is the shortest engine: read it as an example.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfmw.launcher.engines.folder import (
 from tfmw.launcher.environment import visible_devices
 from tfmw.launcher.failure import describe_status, tail
 
-_END_S = 10.0  # in which a task ends by itself
+_END_S = 10.0  # time for a task to end by itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +36,8 @@ class Local(FolderEngine):
     """Processes of this machine.
 
     Args:
-        max_restarts: how often `tfmw.fit` starts all tasks again from the newest backup.
-        directory: in which each submitted job has a folder; by default `.tfmw` in the home
-            directory.
+        max_restarts: how often `tfmw.fit` restarts all tasks from the newest backup.
+        directory: parent of each submitted job's folder; by default `.tfmw` in the home directory.
     """
 
     name = "local"

@@ -1,7 +1,7 @@
 """Files of a job that only this user can have written.
 
     write(folder / "result.pickle", data)     # in the controller
-    read(folder, "result.pickle")             # in whoever holds the job
+    read(folder, "result.pickle")             # in any process that holds the job
 
 The readers of a job's folder unpickle or execute its files. So `read` takes a file
 only if it and its folder belong to this user, and no other user can write to the folder. The checks
@@ -26,8 +26,8 @@ def read(folder: Path, name: str, offset: int = 0) -> bytes:
     """A file of a folder, from `offset` on.
 
     Raises:
-        FileNotFoundError: there is none.
-        UsageError: another user can have written it.
+        FileNotFoundError: the file does not exist.
+        UsageError: another user may have written it.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -35,12 +35,12 @@ def read(folder: Path, name: str, offset: int = 0) -> bytes:
             stack.callback(os.close, directory)
             if problem := _problem_of_folder(os.fstat(directory)):
                 raise _refused(folder, problem)
-            # No link is followed, and a pipe is not waited for.
+            # Links are not followed, and opening a pipe does not wait.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             file = stack.enter_context(open(os.open(name, flags, dir_fd=directory), "rb"))
         except FileNotFoundError:
             raise
-        except OSError as error:  # such as ELOOP, of a link
+        except OSError as error:  # for example ELOOP for a link
             raise _refused(folder / name, f"cannot be opened ({error.strerror})") from error
         found = os.fstat(file.fileno())
         if found.st_uid != os.geteuid():
@@ -52,7 +52,7 @@ def read(folder: Path, name: str, offset: int = 0) -> bytes:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether a folder is there, belongs to this user, and no other user can write to it."""
+    """Whether a folder exists, belongs to this user, and no other user can write to it."""
     try:
         return not _problem_of_folder(folder.stat())
     except OSError:
@@ -60,7 +60,7 @@ def is_own(folder: Path) -> bool:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replaces a file as a whole, as others may be reading it; only this user can read it."""
+    """Replaces a file atomically, as others may be reading it; only this user can read it."""
     with replacing(path) as temporary, open(temporary, "wb", opener=private) as file:
         file.write(data)
 
@@ -71,7 +71,7 @@ def append(path: Path) -> TextIO:
 
 
 def private(path: str, flags: int) -> int:
-    """An `opener` for `open`: only this user can read what it creates."""
+    """An `opener` for `open`: only this user can read the file that it creates."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 

@@ -2,8 +2,8 @@
 
 The controller is a detached actor on the caller's node, so a job outlives the caller. Each task is
 an actor in the job's placement group. The call, and the newest backup of a job without
-`backup_dir`, are in the object store: a node gets each once, however many tasks it has. All of it
-belongs to the controller's actor, and goes with it.
+`backup_dir`, are in the object store: a node gets each once, for any number of tasks. They belong
+to the controller's actor, and are released with it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ NAMESPACE = "tfmw"
 _KEEP_S = 24 * 3600.0
 """Seconds for which the result of a job that has ended can be fetched."""
 
-_FEWER_S = 10.0  # after which a job with workers=(2, 8) that finds no room tries with fewer
+# time after which a job with workers=(2, 8) that finds no room tries with fewer workers
+_FEWER_S = 10.0
 
 _READ = 4 << 20  # bytes of a file in one call
-_REPLY_S = 10.0  # in which a controller replies
-# Ray needs up to 70 s to find that a node is lost: five checks of 10 s, 3 s between two of them.
-_UNAVAILABLE_S = 100.0  # for which a controller may not be reached before the caller learns of it
-_HEAD_S = 20.0  # and for which Ray's head may not be; after 60 s Ray ends the process
+_REPLY_S = 10.0  # time for a controller to reply
+# Ray needs up to 70 s to detect the loss of a node: five checks of 10 s, 3 s between two of them.
+_UNAVAILABLE_S = 100.0  # time that a controller may be unreachable before the caller gets an error
+_HEAD_S = 20.0  # the same for Ray's head; after 60 s Ray ends the process
 _RETRY_S = 0.2
 
 
@@ -52,13 +53,13 @@ class Ray(Engine):
     """A Ray cluster.
 
     Args:
-        max_restarts: how often `tfmw.fit` starts all tasks again from the newest backup.
-        address: of the cluster, as in `ray.init`; by default RAY_ADDRESS, or the cluster of this
-            machine, or a new one on this machine. A Ray that is already initialized is used.
-        resources: what each task needs: "CPU" (1), "GPU", "memory" in bytes, and custom ones.
+        max_restarts: how often `tfmw.fit` restarts all tasks from the newest backup.
+        address: address of the cluster, as in `ray.init`; by default RAY_ADDRESS, or the cluster of
+            this machine, or a new one on this machine. A Ray that is already initialized is used.
+        resources: requirements of each task: "CPU" (1), "GPU", "memory" in bytes, and custom ones.
         gpus_per_worker: the same as "GPU" in `resources`.
-        strategy: how tasks are placed: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
-        runtime_env: of the actors, as in `ray.init`.
+        strategy: placement of the tasks: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+        runtime_env: environment of the actors, as in `ray.init`.
     """
 
     address: str | None = None
@@ -82,8 +83,8 @@ class Ray(Engine):
                 num_cpus=0,
                 max_concurrency=8,
                 runtime_env=dict(self.runtime_env) if self.runtime_env else None,
-                # Soft affinity is not always heeded just after a node has come. A controller on
-                # another node than its caller's would be one machine more that may be lost.
+                # Ray does not always heed soft affinity just after a node has joined. A controller
+                # on another node than its caller's would be one more machine that may be lost.
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     here, soft=False
                 ),
@@ -91,8 +92,8 @@ class Ray(Engine):
             .remote()
         )
         try:
-            # As arrays, which the object store does not copy for those who read them. The large
-            # arrays of the call go there from where the caller has them.
+            # Readers of arrays in the object store do not copy them. The large arrays of the call
+            # are put there directly from the caller's memory.
             parts = [ray.put(np.frombuffer(part, np.uint8)) for part in payload]
             ray.get(actor.begin.remote(spec, parts, self))
             return number, self._handle(ray, actor)
@@ -117,7 +118,7 @@ class Ray(Engine):
     def where(self, number: str) -> str:
         context = self._connect().get_runtime_context()
         url = ""
-        with contextlib.suppress(AttributeError):  # of a version of Ray that has another name
+        with contextlib.suppress(AttributeError):  # another version of Ray may have another name
             url = self._connect()._private.worker.get_dashboard_url()
         at = f", dashboard at http://{url}" if url else ""
         return f"job ray:{number} on the Ray cluster at {context.gcs_address}{at}"
@@ -131,7 +132,7 @@ class Ray(Engine):
         return RayHandle(ray, actor, ray.get_runtime_context().gcs_address)
 
     def _connect(self, start: bool = True) -> Any:
-        """Ray, connected; `start`: to a new cluster of this machine where there is none."""
+        """Connects to Ray; `start`: starts a new cluster of this machine if there is none."""
         ray = library("ray")
         if not ray.is_initialized():
             address = self.address or (None if start else "auto")
@@ -151,15 +152,15 @@ class _Gone(Exception):
 
 @dataclasses.dataclass
 class RayHandle:
-    """A `JobHandle`: a job's controller actor, from any process of the cluster.
+    """`JobHandle` of a job's controller actor, usable in any process of the cluster.
 
-    A call that gets lost, as on a busy node, says nothing about the job: Ray then calls the actor
-    unavailable, by a subclass of the error of a dead one. Without its head Ray replies nothing at
+    A lost call, as on a busy node, does not mean that the job is lost. Ray then reports the actor
+    as unavailable, by a subclass of the error of a dead one. Without its head Ray does not reply at
     all, and ends this process after a minute.
     """
 
-    ray: Any  # the module
-    actor: Any  # of the controller
+    ray: Any  # the module ray
+    actor: Any  # actor of the controller
     head: str  # "host:port"
     why: str = ""
     _head_gone_since: float | None = None
@@ -176,7 +177,7 @@ class RayHandle:
 
     def state(self) -> str:
         try:
-            self._look_at_head()  # the controller may reply for a while without it
+            self._look_at_head()  # the controller may reply for a while without Ray's head
             self._call("read", STATUS, 0, patience_s=0)
             return "running"
         except _Gone:
@@ -204,7 +205,7 @@ class RayHandle:
         self.ray.kill(self.actor)
 
     def _call(self, method: str, *args: Any, patience_s: float = _UNAVAILABLE_S) -> Any:
-        """The result of a method of the actor, also if it has to be called again.
+        """Result of a method of the actor, which is called again if the call is lost.
 
         Raises:
             _Gone: Ray's head is lost, or the actor was found dead before.
@@ -247,15 +248,15 @@ class RayHandle:
 
 
 def _reason(error: Exception) -> str:
-    """The line of Ray's message that says what happened."""
+    """The line of Ray's message that has the reason."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    # "The actor died ...:", lines such as "\tclass_name: ...", then the reason
+    # Format: "The actor died ...:", lines such as "\tclass_name: ...", then the reason.
     told = [line for line in lines[1:] if not line.startswith("\t")]
     return (told or lines or [type(error).__name__])[0].strip()
 
 
 class _ControllerActor:
-    """Controls one job, and lets others read its files."""
+    """An actor that controls one job, and lets others read its files."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="tfmw-job-"))
@@ -264,7 +265,7 @@ class _ControllerActor:
         """Starts the controller."""
         import ray
 
-        # Put again: what this actor owns outlives the caller's process.
+        # The actor puts the payload again, as objects that it owns outlive the caller's process.
         tasks = RayTasks(engine, [ray.put(ray.get(part)) for part in payload])
         threading.Thread(target=self._control, args=(spec, tasks), daemon=True).start()
 
@@ -291,10 +292,10 @@ class _ControllerActor:
 
 
 class _TaskActor:
-    """One task."""
+    """An actor that runs one task."""
 
     def run(self, contact: Contact, rank: int, payload: list[Any]) -> None:
-        """Runs it, until it has ended."""
+        """Runs the task, until it has ended."""
         import ray
 
         run_task(
@@ -310,7 +311,7 @@ class RayTasks(Tasks):
     """Actors in a placement group."""
 
     engine: Ray
-    payload: list[Any]  # references of the packed call's parts in the object store
+    payload: list[Any]  # references to the parts of the packed call in the object store
 
     def __post_init__(self) -> None:
         self._ray = library("ray")
@@ -368,7 +369,7 @@ class RayTasks(Tasks):
                 self._ray.get(run)
                 why = "its actor has ended"
             except self._ray.exceptions.ActorUnavailableError:
-                continue  # it may be alive: its connection decides
+                continue  # the actor may be alive: its connection decides
             except Exception as error:
                 why = f"its actor was lost: {_reason(error)}"
             found[self._runs.index(run)] = why
@@ -379,7 +380,7 @@ class RayTasks(Tasks):
         for actor in self._actors:
             self._ray.kill(actor)
         self._actors, self._runs = [], []
-        self._remove_group()  # the next attempt may have to do with other nodes
+        self._remove_group()  # the next attempt may get other nodes
 
     def keep(self, backup: bytes) -> None:
         self._kept = self._ray.put(np.frombuffer(backup, np.uint8))

@@ -1,8 +1,9 @@
 """Jobs on Slurm: `tfmw.submit(train, workers=8, on="slurm")`.
 
-`sbatch` queues a batch script, which runs the controller; that starts each attempt's tasks by one
-`srun`. The call and the job's files are in a folder that all nodes share. Slurm places, limits and
-accounts: after a node's failure it queues the job again, which then goes on from its newest backup.
+`sbatch` queues a batch script, which runs the controller. The controller starts each attempt's
+tasks by one `srun`. The call and the job's files are in a folder that all nodes share. Slurm
+places, limits and accounts jobs. After a node's failure it queues the job again, which then resumes
+from its newest backup.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ if [[ $status -eq {preempted} ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $status
 """
 
-# scontrol(1), JOB STATE CODES -> Job.status; of a job whose controller has not said how it ended.
+# State codes of scontrol(1) -> Job.status, for a job whose controller has not written its last
+# state.
 _STATES = {
     "PENDING": "queued",
     "CONFIGURING": "queued",
@@ -62,17 +64,18 @@ _STATES = {
     "COMPLETING": "running",
     "CANCELLED": "cancelled",
 }
-_UNKNOWN_JOB = "Invalid job id"  # slurm_strerror(3) of a number that Slurm does not have
+# error text, slurm_strerror(3), for a number that Slurm does not have
+_UNKNOWN_JOB = "Invalid job id"
 
-# sinfo(1), NODE STATE CODES, of nodes that run tasks; with a mark behind, such as "idle*", a node
+# State codes, sinfo(1), of nodes that run tasks; a node whose code has a mark, such as "idle*",
 # does not respond.
 _USABLE = {"alloc", "comp", "drng", "idle", "maint", "mix", "plnd", "resv"}
-_LOOK_EVERY_S = 2.0  # between two looks at the job's nodes
-_SHORT_S = 30.0  # after which a job that has too few nodes left is queued again
-_GROW_EVERY_S = 30.0  # between two questions whether there are more nodes
-_GREW_FROM = "grew_from"  # file with the number of tasks that the job had when it asked for more
-_TIMEOUT_S = 60.0  # of a command of Slurm
-_END_S = 20.0  # in which the tasks of an attempt end
+_LOOK_EVERY_S = 2.0  # interval between two checks of the job's nodes
+_SHORT_S = 30.0  # time after which a job with too few remaining nodes is queued again
+_GROW_EVERY_S = 30.0  # interval between two requests for more nodes
+_GREW_FROM = "grew_from"  # file with the number of tasks that the job had when it requested more
+_TIMEOUT_S = 60.0  # timeout of a command of Slurm
+_END_S = 20.0  # time for the tasks of an attempt to end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +83,15 @@ class Slurm(FolderEngine):
     """A Slurm cluster, whose commands are on PATH.
 
     Args:
-        max_restarts: how often `tfmw.fit` starts all tasks again from the newest backup.
-        directory: in which each job has its folder, shared by all nodes; by default `.tfmw` in the
-            home directory.
-        partition: as in sbatch(1), and so are the next ones.
-        time: such as "02:00:00".
-        account: to which it is charged.
+        max_restarts: how often `tfmw.fit` restarts all tasks from the newest backup.
+        directory: parent of each job's folder, shared by all nodes; by default `.tfmw` in the home
+            directory.
+        partition: option of sbatch(1), like the following ones.
+        time: time limit, such as "02:00:00".
+        account: account that is charged.
         nodes: number of nodes; by default as Slurm decides.
-        cpus_per_task: of each task.
-        gpus_per_task: of each task; Slurm sets CUDA_VISIBLE_DEVICES.
+        cpus_per_task: CPUs of each task.
+        gpus_per_task: GPUs of each task; Slurm sets CUDA_VISIBLE_DEVICES.
         options: further options of sbatch, such as ("--qos=high", "--exclusive").
         setup: lines of the batch script before the tasks start, such as "module load cuda".
         python: the interpreter on the nodes; by default this process's.
@@ -158,8 +161,8 @@ class Slurm(FolderEngine):
                 "one task; drop nodes=, or give one number of workers."
             )
         if least != most:
-            # One task on each node. With a number of tasks, also of those per node, Slurm grants
-            # no more nodes than the least.
+            # One task on each node. If the number of tasks, or of tasks per node, is given, Slurm
+            # grants only the least number of nodes.
             size, gpus = [f"--nodes={least}-{most}", "--no-kill"], "--gpus-per-node"
         else:
             size = [f"--ntasks={most}", *([f"--nodes={self.nodes}"] if self.nodes else [])]
@@ -177,8 +180,8 @@ def _cancel(number: str) -> None:
 
 
 def state_name(number: str) -> str | None:
-    """Slurm's name for the state of a job; "": it has no such job; None: it cannot be asked now."""
-    # "JobId=3 ... JobState=COMPLETED Reason=None ...", for some minutes after its end
+    """Slurm's name for the state of a job; "": an unknown job; None: Slurm does not reply."""
+    # Format: "JobId=3 ... JobState=COMPLETED Reason=None ...", for some minutes after its end.
     try:
         shown = _command("scontrol", "--oneliner", "show", "job", number)
     except UsageError as error:
@@ -191,9 +194,9 @@ def _command(*command: str, env: Mapping[str, str] | None = None) -> str:
     """The output of a command of Slurm.
 
     Raises:
-        UsageError: it is not installed, or fails.
+        UsageError: the command is not installed, or fails.
     """
-    # Options for other commands, of a job in which this one may be running.
+    # The variables are options of other commands, from a job in which this one may be running.
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("SBATCH_", "SRUN_"))}
     try:
         done = subprocess.run(
@@ -222,7 +225,7 @@ def _command(*command: str, env: Mapping[str, str] | None = None) -> str:
 
 @dataclasses.dataclass
 class SlurmTasks(FolderTasks):
-    """One `srun` for each attempt, within the job of the controller."""
+    """Tasks that one `srun` starts for each attempt, within the job of the controller."""
 
     requeues = True
 
@@ -246,8 +249,8 @@ class SlurmTasks(FolderTasks):
             return 0
         self._look_at = time.monotonic() + _LOOK_EVERY_S
         try:
-            # The nodes of the job that Slurm can still reach. One that fell silent stays in the job
-            # for minutes (SlurmdTimeout), in which an attempt of all tasks would fail at once.
+            # The nodes of the job that Slurm can still reach. A silent node stays in the job for
+            # minutes (SlurmdTimeout), in which an attempt of all tasks would fail at once.
             nodes = len(_usable("--nodes", os.environ["SLURM_JOB_NODELIST"]))
             whole = nodes >= int(os.environ["SLURM_JOB_NUM_NODES"])
             count = min(most, nodes) if least < most else most if whole else 0
@@ -257,24 +260,24 @@ class SlurmTasks(FolderTasks):
             self._short_since = self._short_since or time.monotonic()
             if time.monotonic() - self._short_since > _SHORT_S:
                 _command("scontrol", "requeue", os.environ["SLURM_JOB_ID"])  # ends this process
-        except UsageError:  # Slurm's controller is away
+        except UsageError:  # Slurm's controller does not reply
             pass
         return 0
 
     def room(self, most: int) -> int:
-        """The tasks that run, and as many as there are idle nodes for which no other job waits."""
+        """Number of running tasks, plus the idle nodes for which no other job waits."""
         if time.monotonic() < self._grow_at or not self._one_on_each_node:
             return 0
         self._grow_at = time.monotonic() + _GROW_EVERY_S
         had = self.folder / _GREW_FROM
         if had.exists() and int(had.read_text()) >= self._count:
-            return 0  # it was queued again, and got no more: the idle nodes are not for it
+            return 0  # the job was queued again without more nodes: the idle ones are not for it
         partition = os.environ["SLURM_JOB_PARTITION"]
         try:
             if _command("squeue", "--noheader", "--states=PENDING", "--partition", partition):
                 return 0
             idle = len(_usable("--partition", partition, "--states=IDLE"))
-        except UsageError:  # Slurm's controller is away
+        except UsageError:  # Slurm's controller does not reply
             return 0
         if idle:
             had.write_text(str(self._count))
@@ -290,7 +293,8 @@ class SlurmTasks(FolderTasks):
                     "srun",
                     f"--ntasks={count}",
                     *([f"--nodes={count}"] if self._one_on_each_node else []),
-                    # Slurm holds what the step before had, for minutes if a node of it is silent.
+                    # Slurm holds the resources of the previous step for minutes if one of its nodes
+                    # is silent.
                     *(["--overlap"] if contact.attempt else []),
                     "--kill-on-bad-exit=0",
                     "--no-kill",

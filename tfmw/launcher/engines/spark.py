@@ -27,7 +27,7 @@ from tfmw.launcher.engines.controller import Controller
 from tfmw.launcher.engines.engine import Contact, Engine, JobHandle, JobSpec, Tasks, library
 from tfmw.launcher.engines.folder import FolderHandle
 
-_END_S = 20.0  # in which a stage ends by itself
+_END_S = 20.0  # time for a stage to end by itself
 
 _handles: dict[str, FolderHandle] = {}
 """The jobs of this process by number."""
@@ -37,11 +37,11 @@ _handles: dict[str, FolderHandle] = {}
 class Spark(Engine):
     """The Spark application of this process.
 
-    The SparkContext that is active is used, or one with Spark's own defaults is started. Its
-    settings decide what a task gets: `spark.task.cpus`, `spark.task.resource.gpu.amount`.
+    The active SparkContext is used, or one with Spark's own defaults is started. Its settings
+    determine the resources of a task: `spark.task.cpus`, `spark.task.resource.gpu.amount`.
 
     Args:
-        max_restarts: how often `tfmw.fit` starts all tasks again from the newest backup.
+        max_restarts: how often `tfmw.fit` restarts all tasks from the newest backup.
     """
 
     name = "spark"
@@ -80,7 +80,7 @@ class Spark(Engine):
 
 @dataclasses.dataclass(eq=False)
 class SparkTasks(Tasks):
-    """One barrier stage for each attempt."""
+    """Tasks of one barrier stage for each attempt."""
 
     context: Any  # the SparkContext
     payload: dataclasses.InitVar[Payload]
@@ -109,7 +109,8 @@ class SparkTasks(Tasks):
         try:
             rows.mapPartitions(functools.partial(_run_partition, contact, self._payload)).collect()
         except Exception as error:
-            # "An error occurred while calling ...\n: org.apache.spark.SparkException: ...\n\tat"
+            # Format: "An error occurred while calling ...\n: org.apache.spark.SparkException:
+            # ...\n\tat".
             lines = (str(error) or type(error).__name__).splitlines()
             cause = next((line for line in lines if line.startswith(": ")), lines[0])
             self._why = f"its barrier stage failed: {cause.removeprefix(': ').strip()}"

@@ -30,7 +30,7 @@ from tfmw.observe.trackers import RUN_ID
 # The module of each engine; its class is `tfmw.engines.Local`, ...
 _ENGINES = {"local": "local_jobs", "ray": "ray", "slurm": "slurm", "spark": "spark"}
 
-# Settings of TensorFlow and of what it computes with, which tasks on other machines need too.
+# Settings of TensorFlow and of its libraries, which tasks on other machines need too.
 _TRAVEL = ("TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "TFDS_")
 
 
@@ -38,7 +38,7 @@ def engine_of(on: str | Engine) -> Engine:
     """The engine of an `on=` argument.
 
     Raises:
-        UsageError: an unknown name, or its library is not installed.
+        UsageError: the name is unknown, or the engine's library is not installed.
     """
     if isinstance(on, Engine):
         return on
@@ -69,25 +69,25 @@ def launch(
     """Runs `fn(*args)` in each worker of a fresh cluster, on this machine or on an engine.
 
     Args:
-        fn: a function that the workers can import. With cloudpickle installed, any function: one
-            that is defined in a notebook or a script, or a lambda.
+        fn: a function that the workers can import. With cloudpickle installed it may be any
+            function, also one of a notebook or a script, or a lambda.
         args: its arguments; they are pickled.
-        workers: number of processes; each has joined the cluster when the function starts. On an
-            engine also (least, most): as many as there is room for.
-        on: where they run: "local", "ray", "slurm", "spark", or an engine with its settings, such
-            as `tfmw.engines.Ray(resources={"CPU": 4})`.
+        workers: number of processes; each has joined the cluster when the function starts. Engines
+            also accept (least, most), and start as many as have room.
+        on: the system that runs them: "local", "ray", "slurm", "spark", or an engine with its
+            settings, such as `tfmw.engines.Ray(resources={"CPU": 4})`.
         log_dir: the run's folder is created in it; by default in a temporary directory, which is
-            kept after a failure. Of this machine only.
+            kept after a failure. Only with on="local".
         env: environment variables added for the workers.
         stdout: the stream for their output; by default `sys.stdout`.
         live: whether the chief's output is printed without labels, for its progress bar; by
             default if `stdout` is a terminal or a notebook.
-        grace_s: seconds between SIGTERM and SIGKILL for workers that are ended. Of this machine
-            only.
+        grace_s: seconds between SIGTERM and SIGKILL for workers that are ended. Only with
+            on="local".
         max_restarts: number of times that all workers are restarted after a failure; the function
             resumes from its own backup.
-        isolate: whether the workers run in a private network: "auto", "on" or "off". Of this
-            machine only.
+        isolate: whether the workers run in a private network: "auto", "on" or "off". Only with
+            on="local".
 
     Returns:
         The result of the function in each worker, in order.
@@ -143,7 +143,7 @@ def submit(
         fn: a function, as in `launch`, or the path of a script.
         args: the function's arguments, or the script's flags.
         workers: number of processes, or (least, most).
-        on: where they run, as in `launch`.
+        on: the system that runs them, as in `launch`.
         env: environment variables added for the workers.
         max_restarts: number of times that all workers are restarted after a failure.
 
@@ -174,10 +174,10 @@ def attach(job_id: str, on: Engine | None = None) -> Job:
 
     Args:
         job_id: its `Job.id`, such as "slurm:4711".
-        on: the engine, where its settings are not the usual ones.
+        on: the engine, if its settings differ from the default ones.
 
     Raises:
-        UsageError: there is no such job, or its engine is not there.
+        UsageError: the job does not exist, or its engine is not available.
     """
     name, colon, number = job_id.partition(":")
     known = _ENGINES if on is None else (on.name,)
@@ -192,13 +192,13 @@ def attach(job_id: str, on: Engine | None = None) -> Job:
 
 
 def jobs(on: str | Engine) -> list[Job]:
-    """The jobs of an engine whose results are there, the oldest first.
+    """The jobs of an engine whose results are available, the oldest first.
 
     Args:
-        on: as in `launch`.
+        on: the engine, as in `launch`.
 
     Raises:
-        UsageError: there is no such engine.
+        UsageError: the engine does not exist.
     """
     engine = engine_of(on)
     return [Job(engine.name, n, engine.attach(n), engine.where(n)) for n in engine.numbers()]
@@ -219,10 +219,10 @@ def start(
     """Submits a job, with the settings of this process.
 
     Args:
-        engine: where it runs.
+        engine: the engine that runs it.
         payload: the packed call; empty for a script.
-        workers, max_restarts, env: as in `submit`.
-        command, live, script, directories: of `Setup` and `JobSpec`.
+        workers, max_restarts, env: arguments of `submit`.
+        command, live, script, directories: fields of `Setup` and `JobSpec`.
     """
     options = RunOptions(max_restarts=max_restarts)
     least, most = task_range(workers)
@@ -254,7 +254,7 @@ def start(
     number, handle = engine.submit(spec, payload)
     try:
         return Job(engine.name, number, handle, engine.where(number))
-    except BaseException:  # nobody would know of the job
+    except BaseException:  # the job would be unknown to all processes
         handle.kill()
         handle.forget()
         raise
@@ -262,7 +262,7 @@ def start(
 
 @contextlib.contextmanager
 def held(job: Job) -> Iterator[Job]:
-    """A job for as long as a `with` lasts: it is then cancelled, and nothing of it is left."""
+    """A job for the duration of a `with`: it is then cancelled, and nothing of it remains."""
     try:
         print(f"tfmw: {job.where}", file=sys.stderr, flush=True)
         yield job

@@ -19,8 +19,8 @@ class HostLinks(Links):
 
     Args:
         hosts: addresses of all supervisors.
-        host: index of this one.
-        post: see `tfmw.launcher.remote.links.Links`; hosts have their indexes for names.
+        host: index of this host.
+        post: see `tfmw.launcher.remote.links.Links`; the names of hosts are their indexes.
 
     Raises:
         ClusterError: this host's port is taken.
@@ -56,7 +56,7 @@ class HostLinks(Links):
 
 
 def why_not_connected(problems: Sequence[str]) -> str:
-    """Why a host cannot be reached, and what to look at."""
+    """Reason why a host cannot be reached, and possible remedies."""
     return ", ".join(problems).replace(
         CLOSED, "it closes the connection: is its token (TFMW_TOKEN) the same, and its --hosts?"
     )

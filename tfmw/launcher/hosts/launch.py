@@ -1,9 +1,9 @@
-"""Runs a script on several hosts: what `tfmw run --hosts ... --max-restarts N` calls.
+"""Implementation of `tfmw run --hosts ... --max-restarts N`: runs a script on several hosts.
 
     settings = HostSettings(("h0", "h1"), options=RunOptions(max_restarts=3))
     status = launch_on_hosts(["train.py", "--backup_dir=/shared/run7"], settings)
 
-Everything that can be wrong with the command is found here, before anything starts.
+All errors of the command are found here, before any task starts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tfmw.launcher.hosts.supervisor_loop import run_on_hosts
 from tfmw.launcher.options import LocalRun, require
 from tfmw.launcher.run import check_program
 
-SHORTEST_TOKEN = 16  # characters
+SHORTEST_TOKEN = 16  # minimum number of characters
 
 
 def launch_on_hosts(
@@ -40,19 +40,19 @@ def launch_on_hosts(
     module: bool = False,
     log_dir: str | os.PathLike[str] | None = None,
 ) -> int:
-    """Runs a script on all hosts; returns the exit status. The last lines are printed.
+    """Runs a script on all hosts; prints the last lines, and returns the exit status.
 
     Args:
         argv: the script's path, or the module's name, and its flags.
-        settings: of all hosts, which may lack their ports; `facts` are added here.
-        host: which of them this is; None: the only one whose address is one of this machine's.
+        settings: settings of all hosts, whose ports may be missing; `facts` are added here.
+        host: index of this host; None: that of the only address which belongs to this machine.
         rendezvous: "dir:/path" or "s3://bucket/run7"; None: in the program's --backup_dir.
-        token_file: holds the token; None: it is in TFMW_TOKEN.
+        token_file: file with the token; None: TFMW_TOKEN has it.
         module: whether argv[0] is a module.
-        log_dir: the run's folder is made in it.
+        log_dir: the run's folder is created in it.
 
     Raises:
-        UsageError: any of that is wrong.
+        UsageError: an argument is wrong.
     """
     check_program(argv, module)
     hosts = _checked_hosts(settings.hosts, host)
@@ -110,7 +110,7 @@ def _check_settings(settings: HostSettings) -> None:
 
 
 def _rendezvous(argv: Sequence[str]) -> str:
-    """The lock beside the program's backups."""
+    """Path of the lock, beside the program's backups."""
     found = backup_dir_of(argv)
     if found is None or "://" in found:
         raise UsageError(
@@ -126,7 +126,7 @@ def _rendezvous(argv: Sequence[str]) -> str:
 
 
 def backup_dir_of(argv: Sequence[str]) -> str | None:
-    """The value of --backup_dir in a program's flags; None: it has none."""
+    """The value of --backup_dir in a program's flags; None if they have none."""
     found = None
     for word, following in itertools.pairwise([*argv, ""]):
         name, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""The supervisor that leads: who takes part in an attempt, and what follows when it ends.
+"""The leading supervisor: selects the hosts of an attempt, and decides about the next one.
 
     leader = Leader(settings, host=1, record=record, now=0.0, links=links, keeper=keeper, ...)
     leader.receive(0, Join(...), now); leader.receive(0, Ready(...), now)
@@ -36,10 +36,10 @@ RESIGN_S = 2.0
 """Seconds in which hosts reach a new leader; with too few of them, another host may try to lead."""
 
 DRAIN_S = 2.0
-"""Seconds by which a host that was cut off may notice later than the leader, and end its tasks."""
+"""Seconds by which a host that was cut off may end its tasks later than the leader."""
 
 END_S = 20.0
-"""Seconds in which a connected host must have ended its tasks; else it is taken for lost."""
+"""Seconds in which a connected host must have ended its tasks; then it counts as lost."""
 
 Layout = tuple[tuple[str, int], ...]
 """(kind, index) of some tasks."""
@@ -50,7 +50,7 @@ class TaskPlacement:
     """The hosts of an attempt's tasks."""
 
     cluster: dict[str, tuple[str, ...]]  # addresses by kind, as in TF_CONFIG, without evaluators
-    tasks: dict[int, Layout]  # of each host
+    tasks: dict[int, Layout]  # host -> its tasks
 
     def restarts_alone(self, host: int) -> bool:
         """Whether the other hosts continue without this one: workers beside servers."""
@@ -62,14 +62,14 @@ def placed(
 ) -> TaskPlacement:
     """Places the tasks of an attempt.
 
-    The chief of parameter servers and the evaluator are on the host that leads: an attempt ends
-    with its connection anyway. Server i is on the i-th host, counted from there, and around again.
-    With fewer servers than hosts, the last hosts have workers only. Losing one of those costs its
-    workers only: they start again, at their old addresses, when the host is back.
+    The chief of parameter servers and the evaluator are on the leading host, without which an
+    attempt ends anyway. Servers are assigned to the hosts in turns, from that host on. With fewer
+    servers than hosts, the last hosts have workers only. The loss of such a host affects its
+    workers only: they restart, at their old addresses, when the host is back.
 
     Args:
-        leader: index of the host that leads; it takes part.
-        ports: of each host that takes part, `settings.ports_per_host` of them.
+        leader: index of the leading host; it is one of the hosts.
+        ports: host -> `settings.ports_per_host` ports, for each host of the attempt.
     """
     hosts = sorted(ports)
     from_leader = [*hosts[hosts.index(leader) :], *hosts[: hosts.index(leader)]]
@@ -94,28 +94,29 @@ class HostState:
     """A host that has joined."""
 
     joined: messages.Join
-    ports: tuple[int, ...] | None = None  # for its tasks, once it is ready
+    ports: tuple[int, ...] | None = None  # ports for its tasks, once it is ready
 
 
 @dataclasses.dataclass(eq=False)
 class Leader:
-    """Leads from the moment that its host has the lock."""
+    """The leader's state machine, from the moment that its host has the lock."""
 
     settings: HostSettings
     host: int  # index of its host
     links: Links
     keeper: LeaseKeeper
     notify: Callable[[str], None]  # prints a line for the user
-    former: dataclasses.InitVar[Record | None]  # of the leader before; None: nobody has led here
+    # record of the previous leader; None: there was none
+    former: dataclasses.InitVar[Record | None]
     now: dataclasses.InitVar[float]  # monotonic seconds
 
     def __post_init__(self, former: Record | None, now: float) -> None:
         self.to_own: deque[messages.Message] = deque()
         """Messages for the leader's own host, which executes them after the event."""
         self.resigns = False
-        """Whether it gives up the lock, as there are too few hosts."""
+        """Whether it releases the lock, as there are too few hosts."""
         self._members: dict[int, HostState] = {}
-        self._left: set[int] = set()  # preempted hosts, which are not waited for
+        self._left: set[int] = set()  # preempted hosts, for which it does not wait
         self._policy = RestartPolicy(self.settings.options, self.settings.workers_per_host)
         record = former or Record(run="")
         if former is None or former.status is not None:
@@ -123,16 +124,16 @@ class Leader:
         if record.policy:
             self._policy.restore(record.policy)
         self.record = dataclasses.replace(record, leader=self.host, status=None, lines=())
-        self._inherited = record.running  # an attempt whose end no leader has judged
+        self._inherited = record.running  # an attempt that no leader has judged yet
         self._former = record.leader
         self._orchestrator: Orchestrator[RemoteAttempt] = Orchestrator(self._policy, self)
         # These three are about the attempt that runs.
         self._plan = TaskPlacement({}, {})
-        self._again: dict[int, int] = {}  # host -> how often its tasks were started again
+        self._again: dict[int, int] = {}  # host -> number of restarts of its tasks
         self._ending_since: float | None = None
         self._lines: list[str] = []  # for the user at the end, before those about failures
-        self._short_since: float | None = None  # since when there are too few hosts
-        self._has_led = False  # whether it has started an attempt: then hosts have reached it
+        self._short_since: float | None = None  # time since which there are too few hosts
+        self._has_led = False  # whether it has started an attempt, so that hosts have reached it
         self._gathering_since = now
         self._alone_since = now
         self.over = False
@@ -144,7 +145,7 @@ class Leader:
     # ---- what members send ---------------------------------------------------------------------
 
     def receive(self, host: int, message: messages.Message, now: float) -> None:
-        """A message of a member."""
+        """Processes a message of a member."""
         if isinstance(message, messages.Join):
             self.lost(host, "its supervisor has started again", now)
             self._join(host, message)
@@ -178,14 +179,14 @@ class Leader:
         return attempt is not None and host in attempt.running and number in (None, attempt.number)
 
     def _ready(self, host: int) -> None:
-        """A host could take part in the attempt that runs."""
+        """Records that a host is ready to join the current attempt."""
         attempt = self._attempt
         if attempt is None or self._ending_since is not None or host in self._left:
             return
         if host not in self._plan.tasks:
             self.notify(f"{self.settings.name(host)} joins after the next backup")
             self._preempt_all()
-        elif host not in attempt.running and host not in attempt.reports:  # it is back
+        elif host not in attempt.running and host not in attempt.reports:  # the host is back
             self._again[host] = self._again.get(host, 0) + 1
             self._send_start(host, attempt)
 
@@ -204,7 +205,7 @@ class Leader:
         self._left.discard(host)
 
     def lost(self, host: int, why: str, now: float) -> None:
-        """The connection to a member is lost."""
+        """Handles the loss of the connection to a member."""
         self._members.pop(host, None)
         attempt = self._attempt
         if attempt is None or host not in attempt.running or self.over:
@@ -216,7 +217,7 @@ class Leader:
         self._orchestrator.step(now)
 
     def _continues_without(self, host: int) -> bool:
-        """Whether the attempt continues until the host is back; that is a restart of its tasks."""
+        """Whether the attempt continues until the host is back, which restarts its tasks."""
         if self._ends() or not self._plan.restarts_alone(host) or not self._counts_restart():
             return False
         tasks = ", ".join(f"{kind} {index}" for kind, index in self._plan.tasks[host])
@@ -227,11 +228,11 @@ class Leader:
         return True
 
     def _ends(self) -> bool:
-        """Whether the attempt that runs ends soon."""
+        """Whether the current attempt ends soon."""
         return self._attempt is not None and self._attempt.end_at < math.inf
 
     def _counts_restart(self) -> bool:
-        """Counts a restart of single tasks, if one is left for all hosts together."""
+        """Counts a restart of single tasks; returns whether the limit for all hosts allows it."""
         if not self._policy.allows_restart_alone():
             return False
         self.publish(policy=self._policy.saved())
@@ -242,7 +243,7 @@ class Leader:
     def _ended(self, host: int, report: AttemptOutcome, now: float) -> None:
         assert self._attempt is not None
         self._attempt.ended(host, report, now, host=self.settings.name(host))
-        if self.settings.ps and host == self.host and report.done:  # the chief is
+        if self.settings.ps and host == self.host and report.done:  # the chief is done
             self._attempt.succeeded(now, FAREWELL_S)
         self._orchestrator.step(now)
 
@@ -289,11 +290,11 @@ class Leader:
     # ---- gathering -----------------------------------------------------------------------------
 
     def tick(self, now: float, alone_since: float) -> None:
-        """Acts on the time.
+        """Handles the passage of time.
 
         Args:
             now: monotonic seconds.
-            alone_since: since when this host has taken part in no attempt, and knows of none.
+            alone_since: time since which this host has been in no attempt, and knows of none.
         """
         if self.over:
             return
@@ -334,7 +335,7 @@ class Leader:
         return max(self.settings.rejoin_timeout_s, drain_s)
 
     def _lack(self, now: float) -> None:
-        """There are fewer hosts than the run needs."""
+        """Handles a lack of hosts."""
         if self._short_since is None:
             self._short_since = now
         if now - self._alone_since >= self.settings.give_up_s:
@@ -383,7 +384,7 @@ class Leader:
         return attempt
 
     def _new_attempt(self, now: float) -> RemoteAttempt:
-        """The attempt with the number in the record; it runs nowhere yet."""
+        """The attempt with the number in the record, which runs on no host yet."""
         return RemoteAttempt(
             self.record.attempt,
             set(),

@@ -3,12 +3,12 @@
     lease = lease_of("dir:/shared/run7/supervisors", host=1)
     lease.acquire()                  # whether this process holds the lock now
     lease.held_until                 # monotonic seconds until which it is certain; 0: not held
-    lease.renew()                    # moves that; raises Lost
-    lease.record()                   # what the last holder has published; None: nothing
-    lease.publish(record)            # durably; raises Lost, and then it is not the record
-    lease.release()                  # gives it back, where it is held
-    lease.secret()                   # of all hosts that reach the lock; the first call draws it
-    lease.fence                      # how tasks find the record; see `tfmw.storage.fence`
+    lease.renew()                    # extends that; raises Lost
+    lease.record()                   # the last holder's published record, or None
+    lease.publish(record)            # durably; if it raises Lost, the record is unchanged
+    lease.release()                  # releases it, if it is held
+    lease.secret()                   # shared by hosts that reach the lock; the first call draws it
+    lease.fence                      # the record's place for tasks; see `tfmw.storage.fence`
 
 Each call may wait for a network, and raises OSError if its answer cannot be known now. The two
 kinds treat a leader that is cut off differently: see docs/explain/leader-election.md.
@@ -41,23 +41,23 @@ Clock = Callable[[], float]
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The leader's notes beside the lock."""
+    """The leader's notes, stored with the lock."""
 
-    run: str  # identifies the run
-    attempt: int = -1  # number of the last attempt; it only grows, from one run to the next too
-    leader: int = 0  # index of the host that leads
+    run: str  # id of the run
+    attempt: int = -1  # number of the last attempt, which only grows, also from one run to the next
+    leader: int = 0  # index of the leading host
     hosts: tuple[int, ...] = ()  # indexes of the hosts of the last attempt
     running: bool = False  # whether that attempt has not ended, as far as its leader knew
     policy: dict[str, Any] = dataclasses.field(default_factory=dict)  # see `RestartPolicy.saved`
-    status: int | None = None  # how the run ended; None: it has not
-    lines: tuple[str, ...] = ()  # about that, for the user
+    status: int | None = None  # exit status of the run; None: it has not ended
+    lines: tuple[str, ...] = ()  # lines about the end, for the user
 
 
 def lease_of(rendezvous: str, host: int) -> Lease:
     """The lease at "dir:/shared/path" or in a bucket, at "s3://bucket/run7".
 
     Args:
-        rendezvous: as the user wrote it.
+        rendezvous: argument of the user.
 
     Raises:
         UsageError: neither of them, a directory that cannot be written to, or a bucket that
@@ -85,14 +85,14 @@ class DirectoryLease:
     """A lock in a directory that all hosts share: `flock` on a file.
 
     Args:
-        directory: made where it does not exist.
+        directory: the directory; created if it does not exist.
         clock: monotonic seconds.
 
     Raises:
-        UsageError: it cannot be written to.
+        UsageError: the directory cannot be written to.
     """
 
-    poll_s = 0.25  # between two attempts to get the lock, or to renew it
+    poll_s = 0.25  # interval between two attempts to get the lock, or to renew it
 
     def __init__(self, directory: Path, clock: Clock = time.monotonic) -> None:
         self._lock = directory / "LEADER"
@@ -100,7 +100,7 @@ class DirectoryLease:
         self._key = directory / _KEY
         self._clock = clock
         self._held = contextlib.ExitStack()
-        self._own: Record | None = None  # what this process has published last
+        self._own: Record | None = None  # the last record that this process has published
         self.held_until = 0.0
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ class DirectoryLease:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(secrets.token_hex(32).encode())
         try:
-            os.link(temporary, self._key)  # fails where another host was first
+            os.link(temporary, self._key)  # fails if another host was first
         except FileExistsError:
             pass
         finally:
@@ -188,7 +188,7 @@ class BucketLease:
         UsageError: the bucket cannot be opened.
     """
 
-    poll_s = 1.0  # each is a request, or two, that the store charges for
+    poll_s = 1.0  # each poll is one or two requests, for which the store charges
 
     def __init__(self, url: str, host: int, clock: Clock = time.monotonic) -> None:
         self._bucket = Bucket(url, quick=True)
@@ -233,7 +233,7 @@ Lease = DirectoryLease | BucketLease
 
 
 class LeaseKeeper:
-    """Gets and renews the lock, in a thread; `events` get what happens."""
+    """Acquires and renews the lock, in a thread; its events go to `events`."""
 
     def __init__(self, lease: Lease, events: queue.SimpleQueue[tuple[Any, ...]]) -> None:
         self.lease = lease
@@ -275,7 +275,8 @@ class LeaseKeeper:
         if self._leads:
             self.lease.renew()
             return
-        if self.lease.held_until:  # the lock, or its record, did not respond in time: others lead
+        # the lock, or its record, did not respond in time: others may lead
+        if self.lease.held_until:
             self.lease.release()
         if not (self.campaigning and self.lease.acquire()):
             self._events.put(("record_seen", self.lease.record()))
@@ -286,7 +287,7 @@ class LeaseKeeper:
             self._events.put(("lease_gained", record))
 
     def resign(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         with self._mutex:
             self._leads = False
             self.lease.release()

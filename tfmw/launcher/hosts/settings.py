@@ -11,10 +11,10 @@ from tfmw.cluster import addresses
 from tfmw.launcher.options import RunOptions
 
 HEARTBEAT_S = 0.5
-"""Seconds between two signs of life on a connection."""
+"""Seconds between two heartbeats on a connection."""
 
 SILENCE_S = 3.0
-"""Seconds of silence after which a connection is taken for lost: six signs of life."""
+"""Seconds of silence after which a connection counts as lost: six heartbeats."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +22,9 @@ class HostSettings:
     """Settings that all hosts of a run share."""
 
     hosts: tuple[str, ...]  # names or addresses, the same everywhere; "host:port" in a run
-    workers_per_host: int = 1  # tasks that train, on each host
+    workers_per_host: int = 1  # number of training tasks on each host
     min_hosts: int | None = None  # the least number of hosts that train; None: all of them
-    rejoin_timeout_s: float = 30.0  # to wait for hosts that are not there
+    rejoin_timeout_s: float = 30.0  # time to wait for missing hosts
     options: RunOptions = dataclasses.field(default_factory=RunOptions)  # restarts, time limits
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # further settings, by name
     ps: int = 0  # number of parameter servers, on all hosts together
@@ -32,7 +32,7 @@ class HostSettings:
 
     @property
     def least_hosts(self) -> int:
-        """How few hosts may train."""
+        """Minimum number of hosts."""
         return len(self.hosts) if self.min_hosts is None else self.min_hosts
 
     @property
@@ -48,7 +48,7 @@ class HostSettings:
         return max(self.rejoin_timeout_s, self.options.start_timeout_s or float("inf"))
 
     def name(self, host: int) -> str:
-        """How a host is called in messages."""
+        """Name of a host in messages."""
         return addresses.split(self.hosts[host])[0]
 
     def names(self, hosts: Any) -> str:

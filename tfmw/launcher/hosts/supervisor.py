@@ -1,13 +1,13 @@
-"""The supervisor of one host: takes part, and leads while its host has the lock.
+"""The supervisor of one host, which leads while its host has the lock.
 
     supervisor = Supervisor(settings, 1, now, links=..., keeper=..., tasks=..., notify=print)
     supervisor.lease_gained(None, now=0.3)
     supervisor.from_tasks(Ready((12001,)), now=0.4)
-    supervisor.way_out                          # how it ends, once it does
+    supervisor.way_out                          # its exit status and lines, once it ends
 
-A state machine without a socket, thread, file or clock of its own. Each method is an event, in
-which it calls the links, the lock's keeper and the tasks. None of them calls it back:
-`supervisor_loop.py` hands over what they report, and tests put simulated ones there.
+It is a state machine without a socket, thread, file or clock of its own. Each method is an event,
+in which it calls the links, the lock's keeper and the tasks. They do not call it back:
+`supervisor_loop.py` passes their reports on, and tests substitute simulated ones.
 
 The host that has the lock leads (`leader.py`). All others are connected to it. A supervisor that
 loses its connection to the leader, or the lock, ends its tasks at once.
@@ -33,16 +33,16 @@ from tfmw.observe.goodput import Division
 from tfmw.storage.leased_object import Lost
 
 PAUSE_S = 3.0
-"""Seconds in which a supervisor that gave the lock up does not try to get it again."""
+"""Seconds for which a supervisor that has released the lock does not try to get it again."""
 
 FIRST_NOTICE_S = 10.0
 NOTICE_S = 30.0
-"""Seconds until a host that cannot reach the leader gives notice, and then between two notices."""
+"""Seconds until a host that cannot reach the leader prints a notice, and between two notices."""
 
 
 @dataclasses.dataclass(eq=False)
 class Supervisor:
-    """One host."""
+    """State machine of one host."""
 
     settings: HostSettings
     host: int  # index of this host
@@ -54,43 +54,44 @@ class Supervisor:
 
     def __post_init__(self, now: float) -> None:
         self.leader: Leader | None = None
-        """The leader's part, while this host leads; else None."""
-        self._dialed: int | None = None  # the host that leads, as far as this one knows
+        """The leader's part, while this host leads; otherwise None."""
+        self._dialed: int | None = None  # the leading host, as far as this one knows
         self._linked = False  # whether it is connected to that host
         self._campaign_at: float | None = None
         self._notice_at = now + FIRST_NOTICE_S
         self._run = ""
         self._ports: tuple[int, ...] | None = None
-        self._attempt: int | None = None  # whose tasks run here
-        # The last attempt that ran here, its largest step, and the run's time until then.
+        self._attempt: int | None = None  # number of the attempt whose tasks run here
+        # (the last attempt that ran here, its largest step, the run's time until then)
         self._last: tuple[int, int, Division | None] = (-1, -1, None)
-        self._started = (-1, 0)  # the attempt whose tasks started here last, and how often before
+        # (the attempt whose tasks started here last, number of earlier starts)
+        self._started = (-1, 0)
         self._alone_since = now
-        self._leave_by: float | None = None  # when a preempted host exits at the latest
+        self._leave_by: float | None = None  # time at which a preempted host exits at the latest
         self._exit: messages.Over | None = None
         self.keeper.campaigning = True
         self._prepare()
 
     @property
     def way_out(self) -> messages.Over | None:
-        """How this supervisor ends, once no task runs here; None: it does not."""
+        """End of this supervisor, once no task runs here; None if it does not end."""
         return self._exit if self._attempt is None else None
 
     def _prepare(self) -> None:
-        """Gets this host ready for the next attempt; `from_tasks` reports its ports."""
+        """Prepares this host for the next attempt; `from_tasks` reports its ports."""
         self.tasks.prepare(self.settings.ports_per_host)
 
     # ---- the lock ------------------------------------------------------------------------------
 
     def lease_gained(self, record: Record | None, now: float) -> None:
-        """This host has the lock; `record` is what the holder before wrote last."""
+        """Handles that this host got the lock; `record` is the last one of the previous holder."""
         if self._exit or self._leave_by is not None or self._campaign_at is not None:
             self.keeper.resign()
             return
         if record is not None and record.status is not None and record.run == self._run:
             self._leave(
                 messages.Over(record.status, record.lines)
-            )  # it ended while this host was cut off
+            )  # the run ended while this host was cut off
             return
         self._unlink(now)
         self.links.dial_host(None)
@@ -102,7 +103,7 @@ class Supervisor:
         self._join(now)
 
     def _lead(self, now: float, event: Callable[..., None], *arguments: Any) -> None:
-        """Hands an event to the leader, and then does what it wants of its own host."""
+        """Passes an event to the leader, and then executes its messages for its own host."""
         try:
             event(*arguments)
         except Lost as error:
@@ -112,7 +113,7 @@ class Supervisor:
             self._execute(self.leader.to_own.popleft(), now)
 
     def lease_lost(self, why: str, now: float) -> None:
-        """This host has no lock any more, or cannot know."""
+        """Handles that this host has lost the lock, or cannot know whether it has it."""
         if self.leader is None:
             return
         self.notify(f"this host does not lead any more: {why}")
@@ -126,7 +127,7 @@ class Supervisor:
         self.keeper.campaigning = False
 
     def record_seen(self, record: Record | None, now: float) -> None:
-        """Another host has the lock, and this is its record."""
+        """Handles that another host has the lock, with this record."""
         if self.leader is not None or record is None or self._exit is not None:
             return
         if record.status is not None:
@@ -152,35 +153,35 @@ class Supervisor:
     # ---- connections ---------------------------------------------------------------------------
 
     def member_connected(self, host: int, now: float) -> None:
-        """Another host has connected to this one."""
+        """Handles a connection that another host has made."""
         if self.leader is None:
             self.links.drop(host)
 
     def member_lost(self, host: int, why: str, now: float) -> None:
-        """The connection that another host has made is lost."""
+        """Handles the loss of a connection that another host has made."""
         if self.leader is not None:
             self._lead(now, self.leader.lost, host, why, now)
 
     def from_member(self, host: int, message: messages.Message, now: float) -> None:
-        """A message over such a connection."""
+        """Processes a message over such a connection."""
         if self.leader is not None and isinstance(message, messages.FromMember):
             self._lead(now, self.leader.receive, host, message, now)
 
     def leader_connected(self, host: int, now: float) -> None:
-        """This host is connected to the one that leads."""
+        """Handles that this host is connected to the leading one."""
         if host == self._dialed and self.leader is None:
             self._linked = True
             self._join(now)
 
     def leader_lost(self, host: int, why: str, now: float) -> None:
-        """The connection to the host that leads is lost."""
+        """Handles the loss of the connection to the leading host."""
         if host == self._dialed and self.leader is None and self._linked:
             if self._attempt is not None and self._exit is None:
                 self.notify(f"{self.settings.name(host)}, which leads, is lost: {why}")
             self._unlink(now)
 
     def from_leader(self, message: messages.Message, now: float) -> None:
-        """A message of the host that leads."""
+        """Processes a message of the leading host."""
         if self.leader is None and self._linked:
             self._execute(message, now)
 
@@ -195,7 +196,7 @@ class Supervisor:
     def from_tasks(
         self, message: messages.Ready | messages.RestartRequest | messages.Ended, now: float
     ) -> None:
-        """A message of this host's tasks for the leader."""
+        """Passes a message of this host's tasks to the leader."""
         match message:
             case messages.Ready(ports=ports):
                 self._ports = ports
@@ -215,7 +216,7 @@ class Supervisor:
             self._tell(messages.Leaving(), now)
 
     def _tell(self, message: messages.FromMember, now: float) -> None:
-        """Sends a message to whoever leads."""
+        """Sends a message to the leader."""
         if self.leader is not None:
             self._lead(now, self.leader.receive, self.host, message, now)
         elif self._linked:
@@ -257,7 +258,7 @@ class Supervisor:
     # ---- the end -------------------------------------------------------------------------------
 
     def signalled(self, number: int, now: float) -> None:
-        """This process got a signal."""
+        """Handles a signal to this process."""
         if number in LEAVE and self._leave_by is None:
             self._leave_by = now + self.settings.options.leave_s
             self._tell(messages.Leaving(), now)
@@ -273,7 +274,7 @@ class Supervisor:
         self._end_tasks()
 
     def tick(self, now: float) -> None:
-        """Acts on the time; called several times a second."""
+        """Handles the passage of time; called several times a second."""
         if self._exit is not None:
             return
         if self._leave_by is not None:
@@ -281,7 +282,7 @@ class Supervisor:
                 self._leave(messages.Over(128 + signal.SIGTERM))
                 return
             if self.leader is None and not self._linked and self._attempt is None:
-                self._leave(messages.Over(PREEMPTED))  # nobody leads who could dismiss it
+                self._leave(messages.Over(PREEMPTED))  # no host leads that could dismiss it
                 return
         if self._campaign_at is not None and now >= self._campaign_at:
             self._campaign_at = None

@@ -3,8 +3,8 @@
     with Signals() as stop:
         status = run_on_hosts(job, settings, host, lease, token, stop)
 
-One loop in the main thread looks at the tasks and hands events over. The lock has a thread, as a
-file system or a store may not respond; connections have one, too.
+One loop in the main thread polls the tasks and passes events on. The lock has a thread, as a file
+system or a store may not respond; connections have one, too.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tfmw.launcher.remote.tasks import TasksOfOneMachine
 from tfmw.storage.fence import FENCE
 
 NOTICE_EVERY = 50
-"""Failures to connect until a notice of them, and between two."""
+"""Number of failed connections before a notice of them, and between two notices."""
 
 IDLE_S = 0.02
-"""Seconds between two looks while no tasks run."""
+"""Seconds between two polls while no tasks run."""
 
 
 def run_on_hosts(
@@ -45,7 +45,7 @@ def run_on_hosts(
     """Supervises this host's tasks until the run is over.
 
     Args:
-        job: what to run; its tasks are those of one host.
+        job: command to run; its tasks are those of one host.
         host: index of this host.
         token: the secret of all supervisors.
 
@@ -53,7 +53,7 @@ def run_on_hosts(
         The exit status.
 
     Raises:
-        ClusterError: this host's port is taken.
+        ClusterError: the port of this host is taken.
     """
     job = dataclasses.replace(
         job, env={**job.env, FENCE: lease.fence, TOKEN: secret_of_tasks(token)}
@@ -86,7 +86,7 @@ def supervise(
     events: queue.SimpleQueue[tuple[Any, ...]],
     stop: Signals,
 ) -> Over:
-    """Hands over what happens, until the supervisor has ended; returns how."""
+    """Passes events on, until the supervisor has ended; returns its end."""
     for name, *arguments in _news(supervisor, display, events, stop):
         if name == "notify":
             supervisor.notify(*arguments)
@@ -108,8 +108,8 @@ def _news(
     events: queue.SimpleQueue[tuple[Any, ...]],
     stop: Signals,
 ) -> Iterator[tuple[Any, ...]]:
-    """Yields what has happened. Waits for its tasks, or for other hosts where none runs."""
-    signals = 0  # received, and handed over
+    """Yields events; waits for output of its tasks, or for other hosts if no task runs."""
+    signals = 0  # number of signals received, and passed on
     look_s = min(supervisor.settings.options.monitor_interval_s, IDLE_S)
     while True:
         wait_s = look_s if supervisor.tasks.idle else 0.0

@@ -1,8 +1,8 @@
-"""Attempts on several machines: what supervisors of hosts and engines' controllers share.
+"""Attempts on several machines, shared by supervisors of hosts and controllers of engines.
 
 One process leads an attempt, and processes on other machines run its tasks for it. Read
-`remote_attempt.py` first: how an attempt ends. `messages.py` is what the two send each other, over
-authenticated connections: `links.py`. `tasks.py` runs the tasks of one machine.
+`remote_attempt.py` first: the end of an attempt. `messages.py` has the messages between the two,
+and `links.py` their authenticated connections. `tasks.py` runs the tasks of one machine.
 
-May import: `tfmw.launcher` and what is below it.
+May import: `tfmw.launcher` and the packages below it.
 """

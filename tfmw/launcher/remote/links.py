@@ -1,12 +1,12 @@
 """Connections between the processes of a run, in a thread: authenticated, and known to be alive.
 
-    links = Links(token, inbox.put, timing, listener=socket, welcome=welcome)  # of who leads
+    links = Links(token, inbox.put, timing, listener=socket, welcome=welcome)  # of the leader
     links = Links(token, inbox.put, timing)                                    # of a member
     with links:
         links.dial("h0", [("10.0.0.1", 2222)], hello)   # ("leader_connected", "h0") once connected
         links.to_leader(message)
-        links.to_member(2, message)                     # 2: what `welcome` returned for a hello
-        ("from_member", 2, message)                     # what `post` gets; and after silence:
+        links.to_member(2, message)                     # 2: the result of `welcome` for its hello
+        ("from_member", 2, message)                     # argument of `post`; and after silence:
         ("member_lost", 2, "no sign of life for 3 s")
 
 Both sides of a connection first prove the token (`tfmw.cluster.wire`); then every frame carries a
@@ -14,9 +14,9 @@ MAC (HMAC-SHA256). The first message of the side that has connected is its hello
 frame from time to time. Connections that prove nothing are closed after `Timing.hello_s`. A message
 may have any length, and travels in pieces.
 
-The token never travels. A frame that is altered, repeated, left out, sent back to its sender or
-taken from another connection has the wrong MAC. Nothing is encrypted: whoever reads the network
-reads what supervisors tell each other, which holds no secret.
+The token is never sent. A frame that is altered, repeated, omitted, sent back to its sender or
+copied from another connection has the wrong MAC. Nothing is encrypted: the messages of supervisors
+are readable on the network, but hold no secret.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ HEADER = struct.Struct("!I32s")
 
 CLOSED = "it closes the connection"
 _RETRY_S = 0.1
-_CLOSE_S = 1.0  # in which the other sides see the end of the stream
-_PIECE = LARGEST - 1  # bytes of a message in one frame, behind the mark whether more follow
+_CLOSE_S = 1.0  # time for the other sides to read the end of the stream
+_PIECE = LARGEST - 1  # bytes of a message in one frame, after the mark whether more follow
 
 Post = Callable[[tuple[Any, ...]], None]
 Address = tuple[str, int]
 
 
 class Forged(TfmwError):
-    """A frame that does not come from a holder of the token, or not at this point."""
+    """Error for a frame that does not come from a holder of the token, or is out of order."""
 
 
 def secret_of_tasks(token: bytes) -> str:
@@ -62,7 +62,7 @@ def secret_of_tasks(token: bytes) -> str:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Frames:
-    """The frames of one direction of a connection; its sender seals them, its receiver checks them.
+    """Frames of one direction of a connection; the sender seals, the receiver verifies.
 
     Args:
         key: of the connection; see `wire.Proof`.
@@ -74,7 +74,7 @@ class Frames:
     _next: int = 0
 
     def seal(self, message: bytes) -> bytes:
-        """The next frame."""
+        """Seals the next frame."""
         return HEADER.pack(len(message), self._mac(message)) + message
 
     def unseal(self, message: bytes, mac: bytes) -> bytes:
@@ -93,9 +93,9 @@ class Frames:
 class Timing(NamedTuple):
     """Time limits of connections, in seconds."""
 
-    beat_s: float  # between two signs of life
-    silence_s: float  # of silence after which a connection is lost
-    hello_s: float  # in which a new connection must prove the token
+    beat_s: float  # interval of heartbeats
+    silence_s: float  # time of silence after which a connection is lost
+    hello_s: float  # time in which a new connection must prove the token
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -114,17 +114,17 @@ class _Link:
         self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._writing: asyncio.Future[None] | None = None
         self.backlog = 0
-        """Bytes that are to be sent."""
+        """Number of bytes that are not sent yet."""
 
     def send(self, data: bytes) -> None:
-        """Sends a message, or b"" as a sign of life, without waiting; others follow the first."""
+        """Sends a message, or b"" as a heartbeat, without waiting, in order."""
         if self._writing is None:
             self._writing = asyncio.ensure_future(self._write())
         self.backlog += len(data)
         self._unsent.put_nowait(data)
 
     def close(self) -> None:
-        """Closes it, after what was sent has gone out."""
+        """Closes the connection, after pending data is sent."""
         self._unsent.put_nowait(None)
 
     async def receive(self) -> bytes:
@@ -145,7 +145,7 @@ class _Link:
         return b"".join(pieces)
 
     async def serve(self, received: Callable[[Message], None]) -> str:
-        """Passes on messages until the connection is lost; returns why."""
+        """Passes on messages until the connection is lost; returns the reason."""
         try:
             while True:
                 if data := await self.receive():
@@ -164,12 +164,12 @@ class _Link:
             self.writer.close()
 
     def cancel(self) -> None:
-        """Sends nothing more."""
+        """Stops sending."""
         if self._writing is not None:
             self._writing.cancel()
 
     async def _write(self) -> None:
-        """Sends what is there to send, and signs of life in between, until `close`."""
+        """Sends pending data, and heartbeats in between, until `close`."""
         try:
             while (data := await self._next()) is not None:
                 for at in range(0, max(len(data), 1), _PIECE):
@@ -197,9 +197,9 @@ class Links:
     token: bytes  # the secret of all processes of the run
     post: Post  # called, in a thread of its own, with (name of the event, its arguments...)
     timing: Timing
-    listener: socket.socket | None = None  # for members; closed at the end
-    # Returns, for the hello of a member, the name that it has from then on, or raises ValueError.
-    # An earlier connection of that name is closed.
+    listener: socket.socket | None = None  # socket for members; closed at the end
+    # Returns the later name of a member from its hello, or raises ValueError. An earlier connection
+    # of that name is closed.
     welcome: Callable[[Message], Hashable] = hash
 
     def __post_init__(self) -> None:
@@ -229,7 +229,7 @@ class Links:
 
     @property
     def backlog(self) -> int:
-        """Bytes that are still to be sent to who leads."""
+        """Number of bytes for the leader that are not sent yet."""
         leader = self._leader
         return 0 if leader is None else leader.backlog
 
@@ -251,11 +251,11 @@ class Links:
         self._loop.call_soon_threadsafe(self._dial, name, list(addresses), hello, local)
 
     def to_leader(self, message: Message) -> None:
-        """Sends to the process that was dialed."""
+        """Sends a message to the process that was dialed."""
         self._loop.call_soon_threadsafe(self._send, lambda: self._leader, messages.encode(message))
 
     def to_member(self, name: Hashable, message: Message) -> None:
-        """Sends to a process that has connected to this one."""
+        """Sends a message to a process that has connected to this one."""
         data = messages.encode(message)
         self._loop.call_soon_threadsafe(self._send, lambda: self._members.get(name), data)
 
@@ -319,7 +319,7 @@ class Links:
         except (OSError, EOFError, ValueError, Forged):
             writer.transport.abort()
             return
-        link.send(b"")  # this side knows the token, too
+        link.send(b"")  # proves that this side knows the token, too
         before = self._members.pop(name, None)
         if before is not None:
             before.close()

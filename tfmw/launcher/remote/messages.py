@@ -3,8 +3,9 @@
     data = encode(Ended(attempt=3, report=outcome))      # bytes: JSON, then a field of bytes
     decode(data)                                        # the same value, or raises Malformed
 
-The shapes are known, and checked field by field. `FromMember` and the other unions say which side
-of a connection sends which: a supervisor and the one that leads, an agent and its job's controller.
+Each field is checked against its declared type. `FromMember` and the other unions list the messages
+of each side of a connection: of a supervisor and the leading one, of an agent and its job's
+controller.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tfmw.observe.goodput import Division
 
 
 class Malformed(ValueError):
-    """Bytes that are none of the messages."""
+    """Error for bytes that are none of the messages."""
 
 
 # ---- of supervisors and of agents --------------------------------------------------------------
@@ -32,41 +33,41 @@ class Malformed(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Start the receiving machine's tasks."""
+    """Request to start the receiving machine's tasks."""
 
-    run: str  # identifies the run
-    attempt: int  # its number
-    hosts: tuple[int, ...]  # indexes of the machines that take part
+    run: str  # id of the run
+    attempt: int  # number of the attempt
+    hosts: tuple[int, ...]  # indexes of the machines of the attempt
     cluster: dict[str, tuple[str, ...]]  # addresses of all tasks by kind, as in TF_CONFIG
     tasks: tuple[tuple[str, int], ...]  # (kind, index) of the receiving machine's tasks
-    again: int = 0  # how often these tasks have been started before in this attempt
-    division: Division | None = None  # of the run's time until now; None: nothing is known
+    again: int = 0  # number of earlier starts of these tasks in this attempt
+    division: Division | None = None  # division of the run's time until now; None: unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class Leave:
-    """Have the tasks of the attempt save their state and leave: preemption."""
+    """Request that the tasks of the attempt save their state and leave: preemption."""
 
     attempt: int
 
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """End the tasks of the attempt at once; from a controller also: it has the result."""
+    """Request to end the tasks at once; a controller sends it once it has the result."""
 
     attempt: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """The sender of a hello or of facts cannot take part."""
+    """Refusal of a hello or of facts: the sender cannot join."""
 
     problem: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """No task of the attempt runs here any more; `body`: the pickled result of an agent's task."""
+    """Report that no task of the attempt runs here; `body`: the pickled result of a task."""
 
     attempt: int
     report: AttemptOutcome
@@ -78,7 +79,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True)
 class HostHello:
-    """The first message between supervisors: from and to which of these hosts, by index."""
+    """The first message between supervisors, with the indexes of both hosts."""
 
     host: int
     to: int
@@ -87,12 +88,12 @@ class HostHello:
 
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """A host takes part from now on."""
+    """A host joins."""
 
     facts: dict[str, str]  # settings that must be the same on every host, by name
-    attempt: int  # the last attempt that it took part in; -1: none
+    attempt: int  # the last attempt of this host; -1: none
     step: int  # the largest step in that attempt
-    division: Division | None = None  # of the run's time until its end
+    division: Division | None = None  # division of the run's time until its end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True)
 class RestartRequest:
-    """A task, such as "worker 1", has died and could restart alone; `RestartReply` decides."""
+    """Request to restart a dead task alone, such as "worker 1"; `RestartReply` decides."""
 
     attempt: int
     task: str
@@ -112,7 +113,7 @@ class RestartRequest:
 
 @dataclasses.dataclass(frozen=True)
 class RestartReply:
-    """Whether the task restarts alone, or the attempt ends; and the restarts so far, with it."""
+    """Reply whether the task restarts alone, with the number of restarts so far."""
 
     attempt: int
     task: str
@@ -122,7 +123,7 @@ class RestartReply:
 
 @dataclasses.dataclass(frozen=True)
 class Leaving:
-    """This host's supervisor got a signal: save the state, and continue without it."""
+    """Notice that this host's supervisor got a signal: save the state, and continue without it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,22 +141,22 @@ class Over:
 class AgentHello:
     """The first message of an agent."""
 
-    rank: int  # of its task
-    attempt: int  # for which it was started
+    rank: int  # rank of its task
+    attempt: int  # number of the attempt for which it was started
     host: str  # name of its machine
-    address: str  # by which other tasks reach it
-    port: int  # that it holds for its task
+    address: str  # address by which other tasks reach it
+    port: int  # port that it holds for its task
     facts: dict[str, str]  # versions that must be the same in all tasks, by name
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """Look whether directories are shared."""
+    """Request to check whether directories are shared."""
 
-    directories: dict[str, str]  # by option
-    # The chief's marker files in them, by option; none: make them, as the chief.
+    directories: dict[str, str]  # option -> directory
+    # The chief's marker files in them, by option; empty for the chief, which creates them.
     names: dict[str, str | None]
-    chief: str  # name of that task
+    chief: str  # name of the chief
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,11 +174,11 @@ class Setup:
     # The arguments of `tfmw.launcher.task`: "call", or "script", its path and its flags.
     command: tuple[str, ...]
     options: RunOptions  # restarts and time limits
-    env: dict[str, str] = dataclasses.field(default_factory=dict)  # added for the tasks
-    own_env: dict[str, str] = dataclasses.field(default_factory=dict)  # of this task only
-    folder: str = ""  # the caller's working directory; tasks start in it where it exists
+    env: dict[str, str] = dataclasses.field(default_factory=dict)  # variables added for the tasks
+    own_env: dict[str, str] = dataclasses.field(default_factory=dict)  # variables of this task only
+    folder: str = ""  # the caller's working directory, in which tasks start if it exists
     live: bool = False  # whether the first task's output is for a terminal or a notebook
-    columns: int = 120  # width of it
+    columns: int = 120  # width of that output
     body: bytes = b""  # the script, for machines that do not have it
 
 
@@ -191,7 +192,7 @@ class BackupFiles:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """The next bytes that a task has printed; `final`: the last ones."""
+    """The next bytes of a task's output; `final`: the last ones."""
 
     final: bool
     body: bytes
@@ -233,7 +234,7 @@ def decode(data: bytes) -> Message:
     """The message in the bytes.
 
     Raises:
-        Malformed: there is none of these in them.
+        Malformed: they are none of the messages.
     """
     head, _, body = data.partition(b"\n")
     try:
@@ -260,7 +261,7 @@ def built(kind: type[Any], content: Any) -> Any:
 
 
 def _checked(expected: Any, value: Any) -> Any:
-    """A JSON value as the type that a field has; tuples are lists there."""
+    """A JSON value converted to the type of a field; lists become tuples."""
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if expected is Any:
         return value
@@ -275,7 +276,7 @@ def _checked(expected: Any, value: Any) -> Any:
             return tuple(_checked(arguments[0], item) for item in value)
         if len(arguments) == len(value):
             return tuple(_checked(a, item) for a, item in zip(arguments, value, strict=True))
-    if origin is dict and isinstance(value, dict):  # JSON has no other keys than strings
+    if origin is dict and isinstance(value, dict):  # JSON keys are always strings
         return {key: _checked(arguments[1], item) for key, item in value.items()}
     if expected is Path and isinstance(value, str):
         return Path(value)

@@ -1,4 +1,4 @@
-"""One attempt on several machines, as the process that leads it knows it; time comes in.
+"""One attempt on several machines, from the leading process's point of view; it has no clock.
 
     attempt = RemoteAttempt(3, {0, 1}, RunOptions(), name=str, now=0.0)
     attempt.ended(0, report, now=9.0)       # none of its tasks runs any more
@@ -7,15 +7,13 @@
     attempt.running                         # machines whose tasks may run; when empty, judge:
     attempt.outcome(now=9.6)                # for the restart policy
 
-================================  ================================================================
-event                             what follows
-================================  ================================================================
-a task fails, a machine is lost   all tasks end: at once, or after `settle_s` if the failures only
-                                  report a lost task
-tasks save their state and leave  the others leave at the same step, within the grace period
-`succeeded`: the chief is done    serving tasks end by themselves, within a limit; later failures
-                                  are a consequence
-================================  ================================================================
+An event has these consequences:
+
+* a task fails, or a machine is lost: all tasks end at once, or after `settle_s` if the failures
+  only report a lost task;
+* tasks save their state and leave: the others leave at the same step, within the grace period;
+* `succeeded`, as the chief is done: serving tasks end by themselves, within a limit. Later failures
+  are a consequence.
 """
 
 from __future__ import annotations
@@ -34,26 +32,26 @@ from tfmw.observe.goodput import Division
 
 @dataclasses.dataclass(eq=False)
 class RemoteAttempt:
-    """Collects how the tasks of all machines end."""
+    """Collects the ends of all machines' tasks."""
 
     number: int
     running: set[int]  # machines whose tasks may run
     options: RunOptions
-    name: Callable[[int], str]  # of a machine, in failures
+    name: Callable[[int], str]  # name of a machine in failures
     began: float  # monotonic seconds
-    settle_s: float = 0.0  # to wait for the cause if failures only report a lost task
-    before: Division | None = None  # of the run's time until now; None: nothing is known
+    settle_s: float = 0.0  # time to wait for the cause if failures only report a lost task
+    before: Division | None = None  # division of the run's time until now; None: unknown
 
     def __post_init__(self) -> None:
-        self.reports: dict[int, AttemptOutcome] = {}  # of machines whose tasks have ended
-        self.step = -1  # the largest training step that is known; negative: none
-        self.end_at = math.inf  # when the leader must end the tasks that still run
-        self._divisions: dict[int, Division] = {}  # of the run's time, by machine
+        self.reports: dict[int, AttemptOutcome] = {}  # reports of machines whose tasks have ended
+        self.step = -1  # the largest known training step; negative: none
+        self.end_at = math.inf  # time at which the leader must end the tasks that still run
+        self._divisions: dict[int, Division] = {}  # machine -> division of the run's time
         self._failures: list[Failure] = []
         self._succeeded = False
 
     def reached(self, machine: int, step: int, division: Division | None) -> None:
-        """A machine's tasks have made a step."""
+        """Records that a machine's tasks have made a step."""
         self.step = max(self.step, step)
         if division is not None:
             self._divisions[machine] = division
@@ -67,15 +65,15 @@ class RemoteAttempt:
 
     @property
     def division(self) -> Division | None:
-        """The division of the run's time so far, for the next attempt."""
+        """Division of the run's time so far, for the next attempt."""
         return next((d.before_a_restart() for d in self._known().values()), self.before)
 
     def goodput(self) -> str | None:
-        """A line about the run's time so far."""
+        """Line about the run's time so far."""
         return goodput.line(self._known())
 
     def ended(self, machine: int, report: AttemptOutcome, now: float, **about: Any) -> None:
-        """No task of a machine runs any more; `about`: fields that its failures get."""
+        """Records the end of a machine's tasks; `about`: further fields of its failures."""
         self.running.discard(machine)
         self.reports[machine] = report
         self.reached(machine, report.step, report.division)
@@ -88,17 +86,17 @@ class RemoteAttempt:
             self.fail(self.failure(machine, now, how=how), now)
 
     def lost(self, machine: int, why: str, now: float) -> None:
-        """A machine, or the connection to it, is lost."""
+        """Records that a machine, or the connection to it, is lost."""
         self.running.discard(machine)
         self.fail(self.failure(machine, now, how=why), now)
 
     def succeeded(self, now: float, farewell_s: float) -> None:
-        """The chief is done: the other tasks have some seconds to end by themselves."""
+        """Records that the chief is done; other tasks have some seconds to end by themselves."""
         self._succeeded = True
         self.end_by(now + farewell_s)
 
     def fail(self, failure: Failure, now: float) -> None:
-        """Something failed: one failure of each task."""
+        """Records a failure; one for each task."""
         if self._succeeded or failure.task in {known.task for known in self._failures}:
             return
         self._failures.append(failure)
@@ -106,12 +104,12 @@ class RemoteAttempt:
         self.end_by(now + (self.settle_s if only_lost else 0.0))
 
     def failure(self, machine: int, now: float, **fields: Any) -> Failure:
-        """A failure of a machine, from outside of the program unless `fields` says otherwise."""
+        """A failure of a machine, from outside of the program unless `fields` overrides that."""
         known = {"seconds": now - self.began, "step": self.step, "attempt": self.number}
         return Failure(self.name(machine), **{**known, "external": True, **fields})
 
     def end_by(self, at: float) -> None:
-        """The tasks must have ended then."""
+        """Sets a deadline for the end of the tasks."""
         self.end_at = min(self.end_at, at)
 
     def must_end(self, now: float) -> bool:
@@ -119,10 +117,10 @@ class RemoteAttempt:
         return now >= self.end_at
 
     def outcome(self, now: float) -> AttemptOutcome:
-        """How the attempt ended.
+        """Outcome of the attempt.
 
-        Clocks of machines differ, so failures are in the order in which the leader learned of them;
-        those that only report the loss of another task come last.
+        Clocks of machines differ, so failures are in the order in which the leader learned of them.
+        Failures that only report the loss of another task come last.
         """
         preempted = any(report.preempted for report in self.reports.values())
         only_lost = all(failure.secondary for failure in self._failures)

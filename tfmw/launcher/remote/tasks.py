@@ -1,4 +1,4 @@
-"""The tasks of one machine: made ready, started, watched and ended, one attempt after the other.
+"""The tasks of one machine: prepared, started, watched and ended, one attempt after the other.
 
     tasks = TasksOfOneMachine(context)
     tasks.prepare(count=2)
@@ -7,7 +7,7 @@
     tasks.look(0.05)              # RestartRequest(...), which a RestartReply answers
     tasks.look(0.05)              # Ended(...) once none of them runs
 
-A supervisor drives one, and so does an engine's agent, whose machine has one task.
+A supervisor uses this class, and so does an engine's agent, whose machine has one task.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ from tfmw.observe.trackers import RUN_ID
 class TasksOfOneMachine:
     """An attempt's tasks on one machine, driven by the process that leads the attempt."""
 
-    context: AttemptContext  # of all attempts
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # instead of the run's
+    context: AttemptContext  # context of all attempts
+    # variables that replace those of the run
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     settle_s: float = 0.0  # see `Attempt`; 0: the cause may be on another machine
 
     def __post_init__(self) -> None:
         self._attempt: Attempt | None = None
-        self._ended: messages.Ended | None = None  # by the leader, which `look` is still to report
+        # tasks that the leader ended, which `look` still has to report
+        self._ended: messages.Ended | None = None
         self._ports = contextlib.ExitStack()
-        self._wanted = 0  # ports, until they are prepared
+        self._wanted = 0  # number of ports, until they are prepared
         self._ready_by = 0.0
         self._preempts = False
         self.restarts = 0
-        """Restarts of single tasks that the run has used up, as far as this machine knows."""
-        self._requests: list[str] = []  # tasks that the leader is to be asked about
-        self._replies: dict[str, bool | None] = {}  # None: not yet
+        """Restarts of single tasks that the run has used, as far as this machine knows."""
+        self._requests: list[str] = []  # tasks for which the leader must be asked
+        self._replies: dict[str, bool | None] = {}  # None: no reply yet
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to look at: no task runs, and none is made ready."""
+        """Whether there is nothing to watch: no task runs, and none is being prepared."""
         return self._attempt is None and not self._wanted
 
     @property
@@ -57,11 +59,11 @@ class TasksOfOneMachine:
 
     @property
     def division(self) -> Division | None:
-        """How a running task divides the run's time; None if none trains here."""
+        """A running task's division of the run's time; None if no task trains here."""
         return None if self._attempt is None else self._attempt.division()
 
     def prepare(self, count: int) -> None:
-        """Begins to get ready for tasks that need `count` ports."""
+        """Starts to prepare tasks that need `count` ports."""
         self._wanted = count
         timeout_s = self.context.run.options.start_timeout_s or float("inf")
         self._ready_by = time.monotonic() + timeout_s
@@ -69,7 +71,7 @@ class TasksOfOneMachine:
     def do(
         self, message: messages.Start | messages.RestartReply | messages.Leave | messages.End
     ) -> None:
-        """Does what the leader wants of the tasks, at once."""
+        """Executes a request of the leader at once."""
         match message:
             case messages.Start():
                 self._start(message)
@@ -84,7 +86,7 @@ class TasksOfOneMachine:
     def _start(self, start: messages.Start) -> None:
         self.restarts, self._requests, self._replies = 0, [], {}
         context = self.context
-        # The tracker's run goes on where another host has the chief.
+        # The run of a tracker continues if another host has the chief.
         run = {} if context.env.get(RUN_ID) or not start.run else {RUN_ID: start.run}
         if start.again:  # each start has a folder of its own
             folder = context.directory / f"again_{start.again}"
@@ -104,7 +106,7 @@ class TasksOfOneMachine:
         self._attempt.start()
 
     def allows_restart_alone(self, failure: Failure) -> bool | None:
-        """Whether a task that died restarts alone; None while the leader has not replied.
+        """Whether a dead task restarts alone; None if the leader has not replied yet.
 
         The leader decides, as it counts the restarts of all machines; it is asked once each time.
         """
@@ -119,13 +121,13 @@ class TasksOfOneMachine:
         return reply
 
     def end(self) -> messages.Ended | None:
-        """Ends the tasks at once; returns how they ended, if any ran."""
+        """Ends the tasks at once; returns their report, if any ran."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return None
-        attempt.poll(0.0)  # what has failed until now has failed by itself
+        attempt.poll(0.0)  # tasks that have failed until now failed by themselves
         attempt.end(0.0)
-        body = b"".join(attempt.results().values())  # of one task at most
+        body = b"".join(attempt.results().values())  # at most one task has a result
         outcome = attempt.outcome()
         failures = tuple(
             dataclasses.replace(f, error=f.error[:2000], detail=tuple(x[:500] for x in f.detail))
@@ -136,7 +138,7 @@ class TasksOfOneMachine:
     def look(
         self, wait_s: float
     ) -> messages.Ready | messages.RestartRequest | messages.Ended | None:
-        """Looks at the tasks once; returns a message for the leader. At once if it is `idle`.
+        """Polls the tasks once; returns a message for the leader. Does not wait if it is `idle`.
 
         Args:
             wait_s: seconds to wait for output of the tasks.
@@ -156,12 +158,12 @@ class TasksOfOneMachine:
         spawner = self.context.spawner
         if not self._wanted or not (spawner.is_ready(wait_s) or time.monotonic() > self._ready_by):
             return None
-        spawner.wait([], 0.0)  # a fork server that is too late is left out
+        spawner.wait([], 0.0)  # a fork server that is late is not used
         count, self._wanted = self._wanted, 0
         self._ports.close()
         return messages.Ready(tuple(self._ports.enter_context(reserved_ports(count))))
 
     def close(self) -> None:
-        """Ends everything."""
+        """Ends all tasks and frees all resources."""
         self.end()
         self._ports.close()

@@ -58,14 +58,14 @@ PACKAGES = frozenset(
         "wandb",
     }
 )
-"""Top-level packages of trackers, and of Optuna, whose trials are told; integrations included."""
+"""Top-level packages of trackers, and of Optuna, whose trials are reported; with integrations."""
 
 CLIENT_METHODS = frozenset(
     {"add_scalar", "log_artifact", "log_metric", "log_metrics", "log_scalar", "report_scalar"}
 )
-"""An object with one of these methods is the client of a tracker, whatever its package is."""
+"""Method names that identify an object as the client of a tracker, in any package."""
 
-_WRITERS_OF_EVENTS = "SummaryWriter"  # of TensorFlow, tensorboardX and PyTorch
+_WRITERS_OF_EVENTS = "SummaryWriter"  # a class of TensorFlow, tensorboardX and PyTorch
 
 
 def join(is_chief: bool) -> None:
@@ -74,7 +74,7 @@ def join(is_chief: bool) -> None:
     TFMW_RUN_ID identifies the run; without it a restart begins a new one.
 
     Args:
-        is_chief: whether this task is the one that writes.
+        is_chief: whether this task writes to trackers.
     """
     global _joined, _is_chief
     if _joined:
@@ -99,7 +99,7 @@ def adopt(runs: Mapping[str, Any]) -> None:
     """Lets this process, if it is the chief, log to runs that another process has begun.
 
     Args:
-        runs: what `active_runs` returned there.
+        runs: the result of `active_runs` there.
     """
     for name, run in runs.items():
         _LIBRARIES[name].adopt(run, _is_chief)
@@ -134,9 +134,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 def logs_to_tracker(callback: Any) -> bool:
     """Whether a callback writes to a tracker, so that only one task may run it.
 
-    True if its class, or one that it inherits from, is of one of `PACKAGES`, or if one of its
-    attributes is an object of one (a run, an experiment), a client, or a writer of TensorBoard's
-    events.
+    It does if its class, or a base class, belongs to one of `PACKAGES`. It also does if an
+    attribute is an object of such a class (a run, an experiment), a client, or a writer of
+    TensorBoard's events.
     """
     if any(_package(kind) in PACKAGES for kind in type(callback).__mro__):
         return True

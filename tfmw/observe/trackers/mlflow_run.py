@@ -40,12 +40,12 @@ def _temporary_store() -> tuple[Any, tempfile.TemporaryDirectory[str]]:
     from mlflow.store.tracking.file_store import FileStore
 
     directory = tempfile.TemporaryDirectory(prefix="tfmw-mlflow-")
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow would rather have a database
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow would prefer a database
     return FileStore(directory.name, os.path.join(directory.name, "artifacts")), directory
 
 
 class _Silent:
-    """A store of this task alone; what it does not have is read from the real one."""
+    """A store of this task alone, which reads missing objects from the real one."""
 
     def __init__(self, own: Any, real: Any) -> None:
         self._own = own
@@ -64,7 +64,7 @@ class _Silent:
 
             try:
                 return method(*args, **kwargs)
-            except MlflowException:  # of a run that only the real store has
+            except MlflowException:  # the run exists only in the real store
                 if name.startswith("get_"):
                     return getattr(self._real(), name)(*args, **kwargs)
                 return None
@@ -73,20 +73,20 @@ class _Silent:
 
 
 def continue_runs(training: str, module: ModuleType) -> None:
-    """Lets the runs that this task creates be those of earlier attempts, in the same order.
+    """Makes runs that this task creates continue those of earlier attempts, in the same order.
 
-    A parameter that such a run has already stays as it is: MLflow refuses another value.
+    A parameter of such a run keeps its value: MLflow refuses another one.
 
     Args:
-        training: its TFMW_RUN_ID; "": each attempt creates runs of its own.
+        training: TFMW_RUN_ID of the training; "": each attempt creates its own runs.
         module: mlflow.
     """
     if not training:
         return
-    client = module.MlflowClient  # all of MLflow's functions log through one
+    client = module.MlflowClient  # all of MLflow's functions log through a client
     create, log_param, log_batch = client.create_run, client.log_param, client.log_batch
     numbers = itertools.count()
-    held: dict[str, dict[str, str]] = {}  # parameters, by id of a run that is continued
+    held: dict[str, dict[str, str]] = {}  # id of a continued run -> its parameters
 
     @functools.wraps(create)
     def create_run(
@@ -133,7 +133,7 @@ def active() -> dict[str, str] | None:
 
 
 def adopt(run: dict[str, str], is_chief: bool) -> None:
-    """Lets MLflow's functions log to a run of another process; MLflow need not be imported yet."""
+    """Makes MLflow's functions log to a run of another process, before or after MLflow's import."""
     if is_chief:
         os.environ["MLFLOW_TRACKING_URI"] = run["uri"]
         os.environ["MLFLOW_RUN_ID"] = run["id"]

@@ -13,7 +13,7 @@ from typing import Any
 logger = logging.getLogger("tfmw")
 
 FLUSH_S = 0.5
-"""Seconds between two writes of W&B's file of a run; with W&B's own 15, a kill loses more rows."""
+"""Seconds between two writes of W&B's file of a run; with W&B's 15, a kill loses more."""
 
 _FLUSH = "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"
 _SERVICE = "WANDB_SERVICE"  # variable with the address of W&B's service, as W&B sets it
@@ -32,10 +32,10 @@ def silence(module: ModuleType) -> None:
 
 
 def continue_runs(training: str, module: ModuleType) -> None:
-    """Lets `wandb.init` resume the runs of earlier attempts, in the same order.
+    """Makes `wandb.init` resume the runs of earlier attempts, in the same order.
 
     Args:
-        training: its TFMW_RUN_ID; "": each attempt begins runs of its own.
+        training: TFMW_RUN_ID of the training; "": each attempt begins its own runs.
         module: wandb.
     """
     init = module.init

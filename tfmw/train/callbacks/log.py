@@ -1,7 +1,7 @@
-"""`tfmw.callbacks.Log`, a function that gets logs and the time of steps; `Trace`, a file with all.
+"""`tfmw.callbacks.Log`, a function that gets logs and step times, and `Trace`, a file of events.
 
-Both observe a training: `tfmw.fit` tells them about it. The files of `keras.callbacks.TensorBoard`
-are written before a backup, and cut after a restart.
+Both observe a training of `tfmw.fit`. The files of `keras.callbacks.TensorBoard` are flushed before
+a backup, and truncated after a restart.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ Write = Callable[[dict[str, Any], int], Any]
 
 
 class Observer(keras.callbacks.Callback):
-    """A callback that observes a training of `tfmw.fit`; in one of Keras it does less."""
+    """A callback that observes a training of `tfmw.fit`; with Keras's `fit` it has fewer values."""
 
     reads_optimizer = False
-    _group: Group | None = None  # in a training of Keras
+    _group: Group | None = None  # None with Keras's `fit`
     _times: Callable[[], StepTimes | None]
 
     def observe(self, group: Group, times: Callable[[], StepTimes | None]) -> None:
-        """Begins a training of `tfmw.fit`.
+        """Starts to observe a training of `tfmw.fit`.
 
         Args:
             group: the workers.
-            times: returns where the time of this worker's steps went; None on parameter servers,
+            times: returns the time of this worker's steps by its parts; None on parameter servers,
                 whose coordinator makes no steps.
         """
         self._group, self._times = group, times
 
 
 class Log(Observer):
-    """Calls a function with the logs, and with the time of a step and its parts.
+    """Calls a function with the logs, and with the step time and its parts.
 
     It runs on every worker, each with its own times. Calls of MLflow and W&B reach the tracker from
     the chief only.
@@ -59,7 +59,7 @@ class Log(Observer):
             "communication_s" and "compute_s", each as the mean since the last call. "goodput" is
             the share of the run's time, over all attempts, that went into steps; "run_steps_s",
             "run_data_s" and so on are the seconds of its parts. Parts that are not known yet are
-            left out.
+            missing.
         every: "epoch", or a number of steps.
 
     Raises:
@@ -77,7 +77,7 @@ class Log(Observer):
         self.every = every
         self._before: StepTimes | None = None
         self._steps = 0
-        self._epochs_steps = 0  # of the epochs before this one
+        self._epochs_steps = 0  # number of steps of the earlier epochs
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._note()
@@ -123,17 +123,17 @@ class Trace(Observer):
     """Writes a trace of all workers, on one clock: <directory>/trace.json, in Chrome's format.
 
     https://ui.perfetto.dev and chrome://tracing open it. It has the steps of each worker, its waits
-    for input, its exchanges with other workers, and other long calls such as backups. Give it on
-    all workers, like any callback; the chief writes the file when the training ends. While it is
-    given, each call of the driver runs one step.
+    for input, its exchanges with other workers, and other long calls such as backups. Pass it on
+    all workers, like any callback; the chief writes the file when the training ends. With this
+    callback each call of the driver runs one step.
 
     Args:
-        directory: that all workers see. An earlier trace in it is replaced.
+        directory: a directory that all workers share. An earlier trace in it is replaced.
         steps: the first step and the one after the last, counted from the start of the training;
             None for all.
 
     Raises:
-        UsageError: `steps` are no such pair.
+        UsageError: `steps` is no such pair.
 
     Example:
         tfmw.fit(model, data, callbacks=[tfmw.callbacks.Trace("traces", steps=(100, 110))])
@@ -168,7 +168,7 @@ class Trace(Observer):
 
 
 def begin_traces(callbacks: Iterable[Any], step: int) -> None:
-    """Starts traces after `step` steps, before the driver decides how many steps a call has."""
+    """Starts traces after `step` steps, before the driver chooses the number of steps of a call."""
     tracing.at_step(step)
     for callback in callbacks:
         if isinstance(callback, Trace) and callback._group is not None:
@@ -205,7 +205,7 @@ def forget_events(board: keras.callbacks.TensorBoard, epoch: int, step: int) -> 
 
 
 def _is_repeated(record: bytes, epoch: int, step: int) -> bool:
-    """Whether an event holds a value of an epoch or a step that comes again."""
+    """Whether an event holds a value of an epoch or a step that is repeated."""
     event = tf.compat.v1.Event.FromString(record)
     for value in event.summary.value:
         if value.tag.startswith("epoch_"):

@@ -5,8 +5,8 @@
     train | epoch  1/12 | step  57/938 |   82.4 steps/s |   5,274 examples/s | 0:10 left | loss: ...
     train | epoch  1/12 | step 938/938 |   82.1 steps/s |   5,251 examples/s | took 0:11 | loss: ...
 
-The bar overwrites itself, and a log file would contain every state of it. So in log files there is
-one aligned line per interval.
+The bar overwrites itself, so a log file would contain every state of it. Log files get one aligned
+line per interval instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INTERVAL_S = 10.0
 """Seconds between two lines within an epoch."""
 
 _BAR = keras.utils.Progbar(target=None).width
-_SHORTEST_BAR = 4  # characters, on a narrow terminal
+_SHORTEST_BAR = 4  # minimum number of characters, on a narrow terminal
 
 
 class _Point(NamedTuple):
@@ -88,10 +88,10 @@ class Throughput:
 
 
 class _Progress(keras.callbacks.ProgbarLogger):
-    """Keras's logger, which says when to update its bar, with another `update`.
+    """Keras's logger, which calls `update` of its bar, with another `update`.
 
     Args:
-        throughput: of the steps that it shows.
+        throughput: throughput of the displayed steps.
     """
 
     def __init__(self, throughput: Throughput):
@@ -113,7 +113,7 @@ class _Progress(keras.callbacks.ProgbarLogger):
         self._begin("predict")
 
     def _begin(self, what: str, epoch: int = 0) -> None:
-        """Begins with the bar that Keras has just made."""
+        """Starts with the bar that Keras has just created."""
         self._throughput.begin()
 
 
@@ -148,7 +148,7 @@ class Bar(_Progress):
         self.progbar.width = bar
 
     def _free_columns(self, logs: Mapping[str, Any]) -> int:
-        """The least number of terminal columns that Keras's line leaves free."""
+        """The minimum number of terminal columns that Keras's line leaves free."""
         if not sys.stdout.isatty():
             return 1000  # a notebook's cell overwrites wrapped lines, too
         target, rate = self.progbar.target, self._throughput.steps
@@ -166,7 +166,7 @@ class Lines(_Progress):
     """Prints lines in place of Keras's bar, for output to a file.
 
     Args:
-        throughput: of the steps that it shows; its clock is that of the lines.
+        throughput: throughput of the displayed steps; its clock is that of the lines.
         interval_s: seconds between two lines within an epoch; the end of an epoch always has one.
         out: the stream; by default `sys.stdout`.
     """
@@ -193,7 +193,7 @@ class Lines(_Progress):
         self._began = self._shown = self._throughput.clock()
 
     def update(self, steps: int, values: Any = None, finalize: bool = False) -> None:
-        """Prints a line if it is time; Keras's logger calls it, as its bar's."""
+        """Prints a line if it is due; Keras's logger calls it in place of its bar's `update`."""
         now = self._throughput.clock()
         if finalize:
             self._print(f"took {_clock_face(now - self._began)}", values)
@@ -229,13 +229,13 @@ def with_progress(
     examples: Callable[[], int] | None = None,
     overlapping: bool = False,
 ) -> list[Any]:
-    """Adds `Bar` or `Lines` where Keras would add its own bar.
+    """Adds `Bar` or `Lines` if Keras would add its own bar.
 
     Args:
-        callbacks: the user's; if a ProgbarLogger is among them nothing is added.
+        callbacks: the user's callbacks; if a ProgbarLogger is among them nothing is added.
         shows: whether this task shows progress at all.
         verbose: as in Keras. 1 selects the bar, and so does "auto" in a terminal or notebook.
-        examples, overlapping: as in `Throughput`.
+        examples, overlapping: see `Throughput`.
     """
     chosen = any(isinstance(c, keras.callbacks.ProgbarLogger) for c in callbacks)
     if not shows or chosen:
@@ -257,7 +257,7 @@ def _number(value: Any) -> str:
 
 
 def _clock_face(seconds: float) -> str:
-    """0:09, 12:30, 1:02:00; below ten seconds 1.2 s."""
+    """Duration as 0:09, 12:30 or 1:02:00; below ten seconds as 1.2 s."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, second = divmod(round(seconds), 60)

@@ -1,8 +1,9 @@
-"""Callbacks on many workers: which tasks run them, which write, and the model that they see.
+"""Callbacks on many workers: the tasks that run them or write, and the model that they see.
 
 Every callback runs on every worker, with the same logs, so it makes the same changes to the model
 everywhere. Callbacks that write files or send reports run on the chief only. tfmw knows Keras's
-own, and recognizes what logs to a tracker (`tfmw.observe.trackers`); other callbacks declare it:
+own, and recognizes those that log to a tracker (`tfmw.observe.trackers`); other callbacks declare
+it:
 
     class Upload(keras.callbacks.Callback):
         chief_only = True
@@ -41,12 +42,12 @@ _WRITERS: tuple[type, ...] = (
     keras.callbacks.ProgbarLogger,
 )
 
-# The same of other packages, by name: they need not be installed.
+# Writers of other packages, by name: they need not be installed.
 _THIRD_PARTY_WRITERS = {
     "keras_tuner.src.engine.tuner_utils.SaveBestEpoch",
 }
 
-# By what a call does: the hooks that run around its batches.
+# Kind of a call -> the hooks that run around its batches.
 _BATCH_HOOKS = {
     "train": ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
     "test": ("on_test_batch_begin", "on_test_batch_end"),
@@ -55,7 +56,7 @@ _BATCH_HOOKS = {
 
 _SHOWS = keras.callbacks.ProgbarLogger | keras.callbacks.History
 
-# Keras's callbacks that look at metrics, the learning rate or the model's own weights at most.
+# Keras's callbacks that read at most metrics, the learning rate or the model's own weights.
 _IGNORE_OPTIMIZER: tuple[type, ...] = (
     keras.callbacks.CSVLogger,
     keras.callbacks.EarlyStopping,
@@ -105,14 +106,14 @@ for _hook in [name for name in dir(keras.callbacks.Callback) if name.startswith(
 class BackupAndRestore(keras.callbacks.Callback):
     """Backs up the run, and resumes an interrupted run at the exact step.
 
-    Takes the arguments of Keras's callback of the same name, and also works on several workers
-    and in the middle of an epoch.
+    It has the arguments of Keras's callback of the same name, and also works on several workers and
+    in the middle of an epoch.
 
     Args:
         backup_dir: a directory of this run alone; local, or a URL that `tf.io.gfile` opens.
         save_freq: "epoch", a number of steps, "continuous", or a time such as "10 s" (see
             `tfmw.fit`).
-        double_checkpoint: accepted for Keras's sake; two backups are always kept.
+        double_checkpoint: accepted for compatibility with Keras; two backups are always kept.
         delete_checkpoint: whether backups are removed when the process ends without an error.
         save_nan: whether weights that are not finite may be saved. Otherwise a loss that is not
             finite ends the run. So do such weights at the next backup, even if the loss is
@@ -140,9 +141,9 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 class TemporaryBackup(BackupAndRestore):
-    """A backup that the user has not asked for, of a call that gets its own processes.
+    """A backup that the user has not requested, for a call with its own processes.
 
-    An interrupted call gets its weights, and training goes on with a loss that is not finite.
+    An interrupted call gets its weights. Training continues after a loss that is not finite.
     """
 
     def __init__(self, backup_dir: str | os.PathLike[str], save_freq: str):
@@ -153,7 +154,7 @@ def without_backup(callbacks: Any) -> tuple[list[Any], BackupAndRestore | None]:
     """Separates the backup callback, which `fit` implements itself, from the other callbacks.
 
     Raises:
-        UsageError: there are two.
+        UsageError: there are two backup callbacks.
     """
     flat = tf.nest.flatten(callbacks) if callbacks else []
     backups = [c for c in flat if isinstance(c, BackupAndRestore)]
@@ -196,9 +197,9 @@ def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
 
 
 def may_read_optimizer(callback: Any) -> bool:
-    """Whether a callback may look at the optimizer's state, or change it or the weights.
+    """Whether a callback may read or change the optimizer's state, or change the weights.
 
-    One that does not may say so: `reads_optimizer = False`.
+    A callback that does not may declare it: `reads_optimizer = False`.
     """
     callback = _unwrapped(callback)
     declared: bool | None = getattr(callback, "reads_optimizer", None)
@@ -215,7 +216,7 @@ def wants_every_batch(callback: Any, kind: str = "train") -> bool:
     """Whether a callback acts between batches; if none does, many steps run in one call.
 
     Args:
-        kind: of batches: "train", "test" or "predict".
+        kind: kind of the batches: "train", "test" or "predict".
     """
     callback = _unwrapped(callback)
     if isinstance(callback, _SHOWS):
@@ -230,7 +231,7 @@ def wants_every_batch(callback: Any, kind: str = "train") -> bool:
 
 
 def acts_in(callback: Any, hook: str) -> bool:
-    """Whether a callback does anything in a hook such as "on_epoch_end", but show or keep logs."""
+    """Whether a callback does more in a hook such as "on_epoch_end" than to show or store logs."""
     for kind, hooks in _BATCH_HOOKS.items():
         if hook in hooks:
             return wants_every_batch(callback, kind)

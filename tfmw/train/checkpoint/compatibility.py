@@ -1,10 +1,10 @@
-"""Whether a backup belongs to a model.
+"""Comparison of a backup with a model.
 
     lines = signature(model, batch_size)
     refuse_other(record, lines, "/shared/backups/run7")     # UsageError with the first difference
 
 Releases of Keras describe the same model in different ways: with new settings, other names of an
-optimizer's variables (`SGD/`, `sgd/`), 0.01 rounded to float32 or not. If a backup was written with
+optimizer's variables (`SGD/`, `sgd/`), or 0.01 rounded to float32. If a backup was written with
 another Keras, the comparison ignores these differences.
 """
 
@@ -25,7 +25,8 @@ from tfmw.compat.metric_variables import leaf_metrics
 from tfmw.errors import UsageError
 from tfmw.train.checkpoint.state import named, plain
 
-# Lines of `signature`; "layer 3: Dense, units: 4", "variable sgd/dense_kernel: float32 (3, 4)".
+# Lines of `signature`, such as "layer 3: Dense, units: 4" and "variable sgd/dense_kernel: float32
+# (3, 4)".
 _SETTING = re.compile(r"((?:layer \d+|optimizer|object): \w+, \w+): (.*)", re.DOTALL)
 _VARIABLE = re.compile(r"variable (?:.*/)?([^/]*): (\w+ \(.*\))", re.DOTALL)
 
@@ -80,7 +81,7 @@ def _without_numbers(value: Any) -> Any:
 
 
 def _loss(loss: Any) -> str:
-    """The loss argument of compile(), by name."""
+    """Name of the loss argument of compile()."""
     if isinstance(loss, Mapping):
         return ", ".join(f"{key}: {_loss(loss[key])}" for key in sorted(loss, key=str))
     if isinstance(loss, list | tuple):
@@ -94,9 +95,10 @@ def refuse_other(record: Mapping[str, Any], current: list[str], path: str) -> No
     """Raises UsageError naming the first difference between a backup and a model.
 
     Args:
-        record: of the backup: `signature`, and `versions` of packages if a recent tfmw wrote it.
+        record: record of the backup: `signature`, and `versions` of packages if a recent tfmw wrote
+        it.
         current: the model's signature.
-        path: of the backups, for the message.
+        path: path of the backups, for the message.
     """
     saved, versions = record["signature"], ""
     then_keras, now_keras = record.get("versions", {}).get("keras"), keras.__version__
@@ -119,14 +121,14 @@ def refuse_other(record: Mapping[str, Any], current: list[str], path: str) -> No
 
 
 def _of_both(lines: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Lines without settings that the other signature does not have."""
+    """Lines without settings that the other signature lacks."""
     known = {match[1] for line in _split(others) if (match := _SETTING.fullmatch(line))}
     found = ((line, _SETTING.fullmatch(line)) for line in _split(lines))
     return [line for line, match in found if match is None or match[1] in known]
 
 
 def _split(lines: Iterable[str]) -> list[str]:
-    """Lines with one for each setting of a loss, too."""
+    """Lines of a signature, with one for each setting of a loss."""
     loss = "loss: object: "
     return [
         part
@@ -136,7 +138,7 @@ def _split(lines: Iterable[str]) -> list[str]:
 
 
 def _parsed(line: str | None) -> Any:
-    """A value that does not change with the release of Keras."""
+    """A value in a form that does not change with the release of Keras."""
     if match := _SETTING.fullmatch(line or ""):
         with contextlib.suppress(ValueError):
             return [match[1], json.loads(match[2])]
@@ -146,7 +148,7 @@ def _parsed(line: str | None) -> Any:
 
 
 def _is_same(was: Any, now: Any) -> bool:
-    """Whether two JSON values agree in all that both have."""
+    """Whether two JSON values agree in all parts that both have."""
     if isinstance(was, dict) and isinstance(now, dict):
         return all(_is_same(was[name], now[name]) for name in was.keys() & now.keys())
     if isinstance(was, list) and isinstance(now, list):

@@ -1,4 +1,4 @@
-"""Evaluation beside the training: a task that evaluates each new backup.
+"""Evaluation during the training: a task that evaluates each new backup.
 
     tfmw run --workers 2 --evaluator train.py        # the same script; its fit() calls `watch`
 
@@ -8,12 +8,12 @@ On a task of type `evaluator` the call of `fit` does not train. It waits for bac
 * restores it into the model and evaluates `validation_data`;
 * writes the logs as TensorBoard scalars, `evaluation_<name>_vs_iterations`, to
   `<backup_dir>/evaluation`;
-* exports the model to `<backup_dir>/best` where the loss is the lowest so far.
+* exports the model to `<backup_dir>/best` if the loss is the lowest so far.
 
 It ends after the backup that records the end of training. A restarted evaluator skips the backups
 that `<backup_dir>/evaluation/done.json` lists as evaluated. With an evaluator, the training does
-not remove its backups at its end. The evaluator removes them, after a restart too. It needs the
-chief's directory, and no address: no task waits for it.
+not remove its backups at its end. The evaluator removes them, after a restart too. It needs access
+to the chief's directory, but no address: no task waits for it.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def watch(
     """Evaluates every new backup until training is over.
 
     Args:
-        model: compiled and built, as for the training.
+        model: a compiled and built model, as for the training.
         evaluate: evaluates the model with its current weights; returns logs by name.
         backup_dir: the backup directory of the training.
-        remove: whether to remove the backups in the end, as a training would.
-        sleep: waits for a number of seconds.
+        remove: whether to remove the backups at the end, as a training would.
+        sleep: function that waits for a number of seconds.
 
     Returns:
         A History whose epochs are the steps of the backups, with logs `val_<name>`.
@@ -72,7 +72,7 @@ def watch(
     path = os.fspath(backup_dir)
     evaluation = _Evaluation(model, evaluate, path)
     store = BackupStore(path)
-    polls = 0  # that have found no backup
+    polls = 0  # number of polls that have found no backup
     done = False
     with _watching(path), contextlib.closing(evaluation.writer):
         while not done:
@@ -80,7 +80,7 @@ def watch(
             if backup is None:
                 polls += 1
                 if polls == int(_REMINDER_S / _POLL_S):
-                    # The training may never have begun; or it ended before it was watched.
+                    # The training may never have begun, or it ended before it was watched.
                     logger.warning(
                         "the evaluator waits for a backup in %s: none in %d s. A training that has "
                         "already ended has removed its own; start both together, as tfmw run "
@@ -101,7 +101,7 @@ def watch(
 
 
 class _Evaluation:
-    """Evaluates backups of one directory and keeps the results; arguments as of `watch`."""
+    """Evaluates backups of one directory and stores the results; see `watch` for the arguments."""
 
     def __init__(self, model: keras.Model, evaluate: Callable[[], dict[str, float]], path: str):
         self._path = path
@@ -110,11 +110,12 @@ class _Evaluation:
         folder = os.path.join(path, _FOLDER)
         tf.io.gfile.makedirs(folder)
         self._done = os.path.join(folder, _DONE)
-        self.logs: dict[int, dict[str, float]] = {}  # of evaluated backups by step; also on disk
+        # logs of evaluated backups by step; also on disk
+        self.logs: dict[int, dict[str, float]] = {}
         if tf.io.gfile.exists(self._done):
             with tf.io.gfile.GFile(self._done) as file:
                 self.logs = {int(step): logs for step, logs in json.load(file).items()}
-        self.history = keras.callbacks.History()  # the same, as `watch` returns it
+        self.history = keras.callbacks.History()  # the same logs, as `watch` returns them
         self.history.set_model(model)
         self.history.on_train_begin()
         for step, logs in self.logs.items():
@@ -124,7 +125,7 @@ class _Evaluation:
     def run(self, backup: Backup) -> bool:
         """Evaluates one backup. Returns False if the training has replaced it by a newer one."""
         try:
-            tensors = dict(backup.tensors())  # tables as well, while they are there
+            tensors = dict(backup.tensors())  # including tables, while they exist
         except (Damaged, OSError, tf.errors.OpError):
             return False
         saved, current = (  # the batch size is not compared
@@ -141,7 +142,8 @@ class _Evaluation:
         self.writer.flush()
         best = self._is_best(logs)
         if best:
-            # Before the logs are stored: an evaluator that dies in between exports it again.
+            # This comes before the logs are stored: an evaluator that dies in between exports it
+            # again.
             export(self._model, os.path.join(self._path, _BEST))
         self.logs[backup.step] = logs
         with tf.io.gfile.GFile(f"{self._done}.tmp", "w") as file:
@@ -176,7 +178,7 @@ def _remove(store: BackupStore, sleep: Callable[[float], None]) -> None:
 
 @contextlib.contextmanager
 def _watching(path: str) -> Iterator[None]:
-    """Marks the directory as watched; only one evaluator at a time where file locks work."""
+    """Marks the directory as watched; only one evaluator at a time if file locks work."""
     lock = os.path.join(path, EVALUATOR_LOCK)
     with contextlib.ExitStack() as stack:
         try:

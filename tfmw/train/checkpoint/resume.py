@@ -1,14 +1,14 @@
-"""When a run is backed up, and how it resumes from a backup.
+"""Backups of a run: when they are due, and how a run resumes from one.
 
     with Backups(group, BackupAndRestore("/shared/backups/run7", "10 s")) as backups:
         if backups.record: ...                   # the newest complete backup, the same on all tasks
         if backups.due_after_step(...): backups.save(...)
 
-The chief reads, and broadcasts the state to the other tasks. The chief writes, too; where workers
-have parts of the optimizer's slots and all can write to the directory, each writes its own
-(`tensor_files.py`). So only tasks that may become the chief need access to it. SIGTERM or
-SIGUSR1 to any one task ends all of them after the same step, with a backup, and with the exit
-status that requests another run.
+The chief reads, and broadcasts the state to the other tasks. The chief writes, too, so only tasks
+that may become the chief need access to the directory. If workers shard the optimizer's slots and
+all can write to the directory, each writes its own shard (`tensor_files.py`). SIGTERM or SIGUSR1 to
+one task ends all of them after the same step. They write a backup, and exit with the status that
+requests another run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tfmw.train.checkpoint.tensor_files import SharedWrite, SlotParts, TableBack
 
 logger = logging.getLogger("tfmw")
 
-_RETRY_S = 10.0  # least seconds to the next backup by time after one that could not be written
+_RETRY_S = 10.0  # minimum seconds to the next backup by time after one that could not be written
 
 PythonState = tuple[dict[str, Any], dict[str, Any]]
 """(entries of a record: states of callbacks and random generators; arrays of callbacks by name)."""
@@ -55,18 +55,19 @@ PythonState = tuple[dict[str, Any], dict[str, Any]]
 
 @functools.cache
 def _run() -> str:
-    """Identifies the backups of this process; first called when it trains."""
+    """Identity of this process's backups; first called when it trains."""
     return f"{os.getpid()}-{time.time_ns()}"
 
 
 class Backups:
     """The backups of one call of fit, in a directory, if there is one.
 
-    Without it signals end the process as usual, and a loss that is not finite does not end the run.
+    Without a directory signals end the process as usual, and a loss that is not finite does not end
+    the run.
 
     Args:
         group: the tasks that train together.
-        asked: their directory and frequency, and what else to do; None saves nothing.
+        asked: their directory, frequency and other settings; None saves nothing.
         clock: monotonic seconds.
     """
 
@@ -78,11 +79,13 @@ class Backups:
     ):
         self.has_directory = asked is not None
         self.on = self.has_directory  # whether anything is saved
-        # The JSON of the newest complete backup, on all tasks, or None; on the chief its tensors.
+        # The JSON of the newest complete backup, on all tasks, or None. The chief also has its
+        # tensors.
         self.record: dict[str, Any] | None = None
         self.tensors: Mapping[str, Any] = {}
-        self.on_disk: tuple[dict[str, Any] | None, Mapping[str, Any]] = None, {}  # both, as read
-        self.saved_at: float | None = None  # monotonic, of the last backup of this call
+        # both, as they were read
+        self.on_disk: tuple[dict[str, Any] | None, Mapping[str, Any]] = None, {}
+        self.saved_at: float | None = None  # monotonic time of the last backup of this call
         self.schedule = Schedule("epoch" if asked is None else asked.save_freq)
         self.path = "" if asked is None else asked.backup_dir
         self._group = group
@@ -100,7 +103,7 @@ class Backups:
         self._last = clock()
         self._asked_to_leave = threading.Event()
         self._leaving = False
-        self._lost: str | None = None  # why the last backup could not be written
+        self._lost: str | None = None  # reason why the last backup could not be written
         # (name of a variable that was not finite, step)
         self._spoiled: tuple[str, int] | None = None
 
@@ -109,7 +112,7 @@ class Backups:
     def __enter__(self) -> Backups:
         if self.has_directory:
             with contextlib.ExitStack() as on_error:
-                on_error.callback(self._stack.close)  # of the lock
+                on_error.callback(self._stack.close)  # releases the lock
                 self.record = self._group.from_chief(self._open)
                 self.on_disk = self.record, self.tensors
                 self._install_signals()
@@ -135,7 +138,7 @@ class Backups:
 
     def _read(self, backup: Backup) -> dict[str, Any] | None:
         if backup.record["done"] and backup.record["run"] == _run():
-            return None  # of an earlier fit in this process, which has ended
+            return None  # an earlier fit of this process, which has ended
         self.tensors = backup.tensors(servers=len(membership.current_cluster().ps))
         logger.warning("restored step %d from %s", backup.step, backup.path)
         return backup.record
@@ -145,8 +148,8 @@ class Backups:
             return
 
         def restore(number: int, before: Any) -> None:
-            # If it is leaving, everything is saved, and this process exits with status 75. When
-            # the first task ends, the scheduler may send SIGTERM to those that are still exiting.
+            # If it is leaving, everything is saved, and this process exits with status 75. When the
+            # first task ends, the scheduler may send SIGTERM to those that are still exiting.
             signal.signal(number, signal.SIG_IGN if self._leaving else before)
 
         for number in LEAVE:
@@ -154,7 +157,7 @@ class Backups:
             self._stack.callback(restore, number, before)
 
     def is_done(self, epochs: int) -> bool:
-        """Whether the run of the restored backup was complete: nothing is left to train."""
+        """Whether the run of the restored backup was complete, so that nothing remains to train."""
         found = self.record
         if found is None or not found["done"]:
             return False
@@ -166,7 +169,7 @@ class Backups:
         """Restores the saved values into the chief's model; its placement broadcasts them.
 
         Raises:
-            UsageError: the backup is of another model, optimizer or batch size.
+            UsageError: the backup belongs to another model, optimizer or batch size.
         """
         if not self.has_directory:
             return
@@ -215,7 +218,7 @@ class Backups:
     # ------------------------------------------------------------ when
 
     def signals(self) -> tuple[float, float]:
-        """This task's values for the reduction of a step: (exit requested, a backup is due)."""
+        """This task's values for the reduction of a step: (exit requested, backup due)."""
         seconds, due = self.schedule.seconds, False
         if self._group.is_chief and seconds is not None and not self._writer.busy:
             seconds = seconds if self._lost is None else max(seconds, _RETRY_S)
@@ -229,7 +232,7 @@ class Backups:
         return min(max_steps, self.schedule.steps - step % self.schedule.steps)
 
     def due_after_step(self, step: int, signals: list[float]) -> bool:
-        """Whether to save now, inside an epoch; the same on every task."""
+        """Whether to save now, within an epoch; the same on every task."""
         return any(signals) or self._is_due(step)
 
     def _is_due(self, step: int) -> bool:
@@ -249,13 +252,13 @@ class Backups:
     # ------------------------------------------------------------ save
 
     def python_state(self, callbacks: list[Any]) -> PythonState:
-        """State outside of variables."""
+        """State that is not in variables."""
         states, arrays = state.callback_states(callbacks)
         return {"callbacks": states, "random": state.all_random_state()}, arrays
 
     @functools.cached_property
     def takes_parts(self) -> bool:
-        """Whether each task can write its part of the state. All tasks must ask."""
+        """Whether each task can write its shard of the state. All tasks must call it."""
         return disk.is_local(self.path) and is_shared(self._group, self.path)
 
     def save(
@@ -267,15 +270,15 @@ class Backups:
         python_state: PythonState | None = None,
         parts: SlotParts | None = None,
     ) -> None:
-        """Copies the state out; the chief writes it in the background. All tasks must call it.
+        """Copies the state; the chief writes it in the background. All tasks must call it.
 
         Args:
-            driver: of the training loop, whose model is placed on its strategy.
-            kept: the driver's `replica_state`.
-            callbacks: of this task.
+            driver: driver of the training loop, whose model is placed on its strategy.
+            kept: result of the driver's `replica_state`.
+            callbacks: callbacks of this task.
             record: JSON values: the step since the run began, and the position in the data.
             python_state: an earlier result of `python_state`; by default the current state.
-            parts: of slots that no task has whole; each task writes its own.
+            parts: shards of slots that no task has whole; each task writes its own.
 
         Raises:
             TfmwError: a weight has not been finite since the last call, and no loss has shown it.
@@ -362,7 +365,7 @@ class Backups:
         self._group.from_chief(self._writer.wait)
 
     def leave(self, step: int) -> NoReturn:
-        """Ends the process with the status that requests another run. Raises Preempted."""
+        """Ends the process with the status that requests another run, by raising Preempted."""
         self.wait()
         self._leaving = True
         where = f"in {self.path}" if self._lost is None else f"lost ({self._lost})"
@@ -373,7 +376,7 @@ class Backups:
         raise preempted
 
     def refuse_nan(self, logs: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Raises TfmwError if the loss is not finite: further backups would be useless."""
+        """Raises TfmwError if the loss is not finite, as further backups would be useless."""
         loss = logs.get("loss")
         if loss is None or self._save_nan or math.isfinite(float(np.asarray(loss).mean())):
             return
@@ -396,7 +399,7 @@ class Backups:
         """Records in the last backup that the run is complete; a successful exit removes it.
 
         Raises:
-            TfmwError: a weight is not finite at the end.
+            TfmwError: a weight is not finite at the end of the run.
         """
         if not self.has_directory:
             return
@@ -422,7 +425,7 @@ class Backups:
 
 
 def _is_finite(value: tf.Tensor) -> bool:
-    """Whether it contains no NaN and no infinity."""
+    """Whether a value contains no NaN and no infinity."""
     if not value.dtype.is_floating:
         return True
     return bool(tf.reduce_all(tf.math.is_finite(tf.cast(value, tf.float32))))

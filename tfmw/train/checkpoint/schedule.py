@@ -1,4 +1,4 @@
-"""When a backup is written: the frequency, and the thread beside the training."""
+"""Schedule of backups: their frequency, and the thread that writes them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Schedule:
 
     Attributes:
         steps, epochs, seconds: one of them is the frequency; the other two are None. No backup
-            begins before the last is written, so 0.0 seconds are "continuous".
+            begins before the last is written, so 0.0 seconds means "continuous".
 
     Raises:
-        UsageError: anything else.
+        UsageError: `every` has another value.
     """
 
     def __init__(self, every: Any):
@@ -97,10 +97,10 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until everything submitted is on disk or has failed.
+        """Waits until all submitted backups are on disk or have failed.
 
         Raises:
-            Exception: an error of the writer other than one of the disk.
+            Exception: an error of the writer, except errors of the disk.
         """
         if self._thread is not None:
             with blocking_call("backup"):
@@ -119,5 +119,5 @@ class BackgroundWriter:
                 self._write(*arguments)
         except (OSError, tf.errors.OpError) as e:
             self._on_error(e)
-        except BaseException as e:  # raised again by wait(), in the thread that trains
+        except BaseException as e:  # `wait` raises it again, in the training thread
             self._failure = e

@@ -3,10 +3,10 @@
     tensors = Snapshots().take(model, strategy)      # every variable, by name
     restore(model, tensors)                          # before the model is placed
 
-All replicas have the same weights and optimizer slots: the chief's are saved. Replica-local state
-(metrics so far, batch-norm averages since the last synchronization) is saved for each replica, so
-that the same number of replicas resumes bit for bit. Another number resumes from the sums and
-means.
+All replicas have the same weights and optimizer slots, so the chief's are saved. Replica-local
+state (metrics so far, batch-norm averages since the last synchronization) is saved for each
+replica. So the same number of replicas resumes bit for bit. Another number resumes from the sums
+and means.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ METRICS, AVERAGES = "replicas/metrics", "replicas/averages"  # names in backups
 _CALLBACK = "callbacks/"
 _WORTH_KEEPING_BYTES = 1 << 20
 _KEPT_TYPES = (tf.float16, tf.float32, tf.float64)
-_AT_FIRST = "_tfmw_at_first"  # an attribute of callbacks, while they are in a run with backups
+_AT_FIRST = "_tfmw_at_first"  # attribute of callbacks, while they are in a run with backups
 
 
 def named(model: keras.Model) -> dict[str, Any]:
@@ -79,26 +79,27 @@ class Snapshots:
         busy: bool = True,
         parts: SlotParts | None = None,
     ) -> dict[str, tf.Tensor]:
-        """Copies the current values of all shared variables, but not of tables.
+        """Copies the current values of all shared variables, except tables.
 
         Overwrites the values of the previous call.
 
         Args:
-            busy: whether every step assigns to the variables; then copies are worth their memory.
-            parts: the variables that are left out, as `take_parts` copies them.
+            busy: whether every step assigns to the variables, so that copies are worth their
+            memory.
+            parts: the variables to skip, as `take_parts` copies them.
         """
         apart = {id(v) for v in parts.variables} if parts is not None else set()
         found = {}
         for name, variable in named(model).items():
             if id(variable) in apart or is_table(variable):
-                continue  # written in parts, by those that have them
+                continue  # the tasks that have shards of it write them
             value = placement.local_copies(strategy, variable)[0].read_value()
-            assigned = busy and not kept_with(variable).is_gathered  # by every step
+            assigned = busy and not kept_with(variable).is_gathered  # whether every step assigns it
             found[name] = self._copied(name, value) if assigned else value
         return found
 
     def take_parts(self, model: keras.Model, parts: SlotParts) -> list[TensorSlice]:
-        """Copies this task's parts of slots, which are saved flat; overwrites the previous ones."""
+        """Copies this task's shards of slots, flat; overwrites the previous copies."""
         names = {id(variable): name for name, variable in named(model).items()}
         taken = []
         for variable, elements, value in parts.own:
@@ -108,7 +109,7 @@ class Snapshots:
         return taken
 
     def _copied(self, name: str, value: tf.Tensor) -> tf.Tensor:
-        """A copy, or the value itself where that is not worth it."""
+        """A copy, or the value itself if a copy is not worth its memory."""
         size = value.shape.num_elements() * value.dtype.size
         is_kept = size >= _WORTH_KEEPING_BYTES and value.dtype in _KEPT_TYPES
         if not is_kept or "CPU" not in value.device:
@@ -120,7 +121,7 @@ class Snapshots:
         return tensor
 
     def forget(self) -> None:
-        """Frees the memory."""
+        """Frees the memory of the copies."""
         self._copies.clear()
 
 
@@ -128,7 +129,7 @@ def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
     """Restores the values of a backup with the same signature into a model that is not placed.
 
     Args:
-        tensors: `SavedTensors`, of which servers read tables themselves; or arrays.
+        tensors: `SavedTensors`, whose tables the servers read themselves; or arrays.
     """
     layout = getattr(tensors, "layout", {})
     of_servers = {}
@@ -147,7 +148,7 @@ def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
 
 
 def table_files(model: keras.Model) -> TableFiles | None:
-    """The tables of a model by their names in a backup; None without any."""
+    """The tables of a model by their names in a backup; None if it has none."""
     found = named(model).items()
     held = {name: table for name, v in found if (table := table_of(v)) is not None}
     return TableFiles(held) if held else None
@@ -173,7 +174,7 @@ def keeping_variables(model: keras.Model, strategy: tf.distribute.Strategy) -> I
 def with_replicas(
     tensors: dict[str, Any], metrics: Any, averages: Any, others: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Adds replica-local state: float64 [replicas, values] each, and other tensors by name."""
+    """Adds replica-local state, float64 [replicas, values] each, and other tensors by name."""
     return {**tensors, METRICS: metrics, AVERAGES: averages, **(others or {})}
 
 
@@ -191,7 +192,7 @@ def note_callbacks(callbacks: Iterable[Any]) -> None:
 
 
 def forget_callbacks(callbacks: Iterable[Any]) -> None:
-    """Discards the records of `note_callbacks`: the next run begins with these attributes."""
+    """Discards the records of `note_callbacks`: the next run starts from the current attributes."""
     for callback in callbacks:
         vars(callback).pop(_AT_FIRST, None)
 
@@ -210,7 +211,7 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], dic
             continue
         at_first = vars(callback).get(_AT_FIRST, [])
         values: dict[str, Any] = {}
-        lengths: dict[str, int | None] = {}  # of lists of arrays; None of an array
+        lengths: dict[str, int | None] = {}  # lengths of lists of arrays; None for an array
         for name, value in _attributes(callback).items():
             members = value if isinstance(value, list) else [value]
             if members and all(isinstance(m, np.ndarray) and m.dtype != object for m in members):
@@ -291,7 +292,7 @@ def _changed_since(callback: Any) -> dict[str, Any]:
 
 
 def _may_restore(callback: Any, name: str, value: Any) -> bool:
-    """Whether a backup may set an attribute: not code, and not the path of a file."""
+    """Whether a backup may set an attribute: neither code, nor the path of a file."""
     if name.startswith("__") or callable(getattr(callback, name, None)):
         return False
     if isinstance(getattr(type(callback), name, None), property):
@@ -303,7 +304,7 @@ def _values_of(state: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, An
     values = dict(state["values"])
     for name, length in state["arrays"].items():
         members = [
-            np.array(arrays[f"{_CALLBACK}{state['number']}/{name}/{i}"])  # one that may be written
+            np.array(arrays[f"{_CALLBACK}{state['number']}/{name}/{i}"])  # a writable copy
             for i in range(1 if length is None else length)
         ]
         values[name] = members[0] if length is None else members
@@ -320,7 +321,7 @@ def prepare_for_resume(callbacks: Iterable[Any], epoch: int, step: int) -> None:
 
     Args:
         epoch: the first epoch of the resumed run, from 0.
-        step: training steps that were done in the backup.
+        step: number of training steps in the backup.
     """
     for callback in callbacks:
         callback = getattr(callback, "callback", callback)
@@ -332,11 +333,11 @@ def prepare_for_resume(callbacks: Iterable[Any], epoch: int, step: int) -> None:
 
 
 def forget_attempt(callbacks: Iterable[Any], epoch: int, began: float) -> None:
-    """Removes rows that earlier attempts of this run have appended, before it begins anew.
+    """Removes rows that earlier attempts of this run have appended, before it starts over.
 
     Args:
         epoch: the first epoch of the run, from 0.
-        began: when the run began, by `time.time`.
+        began: start of the run, by `time.time`.
     """
     for callback in callbacks:
         log = getattr(callback, "callback", callback)
@@ -347,7 +348,7 @@ def forget_attempt(callbacks: Iterable[Any], epoch: int, began: float) -> None:
 
 
 def _forget_rows(log: keras.callbacks.CSVLogger, epoch: int) -> None:
-    """Removes from a CSV log the epochs that will be trained again; rows of earlier runs stay."""
+    """Removes from a CSV log the epochs that will be repeated; rows of earlier runs stay."""
     try:
         with open(log.filename, newline="") as file:
             lines = list(file)

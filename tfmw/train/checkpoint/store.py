@@ -9,23 +9,23 @@
 One backup is one directory `step_<n>` with these files:
 
 * `tensors.index`, `tensors.data-00000-of-00001`: a TensorFlow checkpoint (its tensor bundle
-  format: named tensors, a CRC-32C for each). Where several tasks write, each has files of data:
-  workers write parts of slots;
+  format: named tensors, a CRC-32C for each). If several tasks write, each has its own data files:
+  workers write shards of slots;
 * `tables.index`, `tables.data-...`, only with tables (`tfmw.tables`): the same format, with all
-  rows in slices, which the parameter servers write; or hard links to those of an earlier backup,
-  and the rows that have changed since are in `tensors`;
+  rows in slices, which the parameter servers write. They may be hard links to those of an earlier
+  backup; then `tensors` has the rows that have changed since;
 * `record.json`: everything else as JSON, with the SHA-256 of itself and the sizes of the other
   files. It is written last: a directory without a valid record is not a backup.
 
-The record has the format's number: 1, or 2 with tables. Of format 1 with tables all rows are in
-`tensors`; it is read, too.
+The record has the version of the format: 1, or 2 with tables. Version 1 with tables, which has all
+rows in `tensors`, can be read, too.
 
 A backup is written under a temporary name, flushed and renamed (`tfmw.storage`). The two newest are
 kept, and one more if these share files of tables. Reading is safe: no pickle, no code, no links
 followed, and never more memory than the files have bytes. Paths are local, or URLs that
 `tf.io.gfile` opens. Object stores have no atomic rename; there a backup has a file `writing` until
-it is complete. A backup with neither this file nor a record is damaged, by a partial copy for
-example.
+it is complete. A backup with neither this file nor a record is damaged, for example by a partial
+copy.
 
     problems = verify("/shared/backups/run7")         # [] or one sentence for each problem
 """
@@ -61,33 +61,33 @@ EVALUATOR_LOCK = "EVALUATOR"
 """File that an evaluator locks while it watches, and removes after the last backup."""
 
 KEPT = 2
-_PATIENCE_S = 15.0  # for the lock of an earlier attempt, on another host
+_PATIENCE_S = 15.0  # time to wait for the lock of an earlier attempt, on another host
 _RECORD = "record.json"
-_UNFINISHED = "writing"  # in an object store, in a backup that is written or removed
+_UNFINISHED = "writing"  # file in an object store, in a backup that is being written or removed
 _NAME = re.compile(r"step_(\d{12})")
 _FILES = re.compile(rf"({PREFIX}|{TABLES})\.(index|data-\d{{5}}-of-\d{{5}})")
-# Of Python, for content that `BackupStore` never writes; a deep record is a RecursionError.
+# Python's errors for content that `BackupStore` never writes; a deep record is a RecursionError.
 _MALFORMED = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 _LARGEST_RECORD = 256 << 20  # bytes; enough for the histories of a million epochs
 
 
 class Damaged(TfmwError):
-    """A backup whose checksums do not match, or with content that `BackupStore` never writes."""
+    """Error for a backup whose checksums do not match, or with content that is never written."""
 
 
 class Incomplete(Damaged):
-    """A backup whose writing was interrupted."""
+    """Error for a backup whose writing was interrupted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Backup:
     """One complete and verified backup."""
 
-    path: str  # its directory
-    step: int  # training steps at the time of the backup
-    record: dict[str, Any]  # of `BackupStore.write`
+    path: str  # directory of the backup
+    step: int  # number of training steps at the time of the backup
+    record: dict[str, Any]  # record of `BackupStore.write`
     layout: files.Layout  # the slices of tables
-    prefix_of_tables: str  # the name of the checkpoint with all rows of tables
+    prefix_of_tables: str  # prefix of the checkpoint with all rows of tables
     changed: bool  # whether the checkpoint `PREFIX` has rows of tables that have changed since
 
     def tensors(self, servers: int = 0) -> SavedTensors:
@@ -133,7 +133,7 @@ class BackupStore:
     """A directory of backups, written by one process at a time.
 
     Args:
-        path: local, or a URL that `tf.io.gfile` opens.
+        path: a local path, or a URL that `tf.io.gfile` opens.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -163,14 +163,16 @@ class BackupStore:
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
         path = os.path.join(self.path, "LOCK")
-        # A host that was cut off ends its tasks by itself, a few seconds after the others notice.
+        # A host that was cut off ends its tasks by itself, a few seconds after the others detect
+        # it.
         patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
         try:
             lock = disk.file_lock(path, patience_s, fence.owner())
             self._holds_lock = stack.enter_context(lock)
         except BlockingIOError:
             if fence.precedes(disk.holder_of(path)):
-                # A task whose supervisor hangs, or a machine that a file server still waits for.
+                # A task whose supervisor hangs may hold it, or a machine for which a file server
+                # still waits.
                 logger.warning(
                     "%s is locked by an earlier attempt of this run (%s), which may write nothing "
                     "any more; continuing without the lock",
@@ -211,18 +213,18 @@ class BackupStore:
         """Writes one backup and removes all but the newest ones.
 
         Args:
-            step: training steps so far; a backup of the same step is replaced.
+            step: number of training steps so far; a backup of the same step is replaced.
             tensors: name -> array, of any dtype of TensorFlow.
             record: JSON values.
-            shared: the writing by several tasks, of a local directory.
-            rows: of tables, which their servers write.
+            shared: the shared write of several tasks, in a local directory.
+            rows: rows of tables, which their servers write.
 
         Returns:
             The backup's directory.
 
         Raises:
             OSError or tf.errors.OpError: it could not be written; older backups are untouched.
-            NotFinite: of a table; older backups are untouched.
+            NotFinite: a table has a value that is not finite; older backups are untouched.
         """
         final = self.path_of(step)
         layout = {} if rows is None else rows.files.layout
@@ -258,7 +260,8 @@ class BackupStore:
         steps = self.steps()
         intact = [s for s in steps if s <= newest and s not in self._damaged]
         kept = intact[-KEPT:]
-        # Backups that share files of tables are damaged together: one that does not is kept, too.
+        # Backups that share files of tables are damaged together, so one that shares none is kept,
+        # too.
         shared = {self._file_of_tables(s) for s in kept}
         if len(shared) == 1 and shared != {None}:
             kept += [s for s in intact if self._file_of_tables(s) not in shared][-1:]
@@ -269,7 +272,7 @@ class BackupStore:
                     self._remove(step)
 
     def _file_of_tables(self, step: int) -> int | None:
-        """The file of a backup's tables, the same for all links to it; None without tables."""
+        """Identity of a backup's file of tables, equal for all links to it; None if it has none."""
         try:
             return os.stat(os.path.join(self.path_of(step), f"{TABLES}.index")).st_ino
         except OSError:
@@ -283,7 +286,7 @@ class BackupStore:
             tf.io.gfile.rmtree(os.path.join(self.path, record_index.DIRECTORY))
 
     def _remove(self, step: int) -> None:
-        """Removes a backup. An interruption leaves a leftover that the next run recognizes."""
+        """Removes a backup. If interrupted, it leaves a remainder that the next run recognizes."""
         path = self.path_of(step)
         if self._local:
             leftover = directories.name_beside(path)
@@ -307,12 +310,12 @@ class BackupStore:
         return self.newest_intact(lambda backup: backup)
 
     def newest_intact(self, read: Callable[[Backup], T]) -> T | None:
-        """The result of `read` for the newest backup that it can read; None without backups.
+        """Result of `read` for the newest backup that it can read; None if there are no backups.
 
         Damaged backups are logged and skipped.
 
         Args:
-            read: raises Damaged to get the next older backup.
+            read: function that may raise Damaged to get the next older backup.
 
         Raises:
             UsageError: there are backups, all damaged, or one of another version of this format.
@@ -341,15 +344,15 @@ class BackupStore:
         """The backup of one step.
 
         Raises:
-            Incomplete, Damaged: its writing was interrupted, or its content has changed.
-            UsageError: it has a format that this version does not read.
+            Incomplete, Damaged: writing was interrupted, or the content has changed.
+            UsageError: the backup has a format that this version does not read.
         """
         path = self.path_of(step)
         target = os.path.join(path, _RECORD)
         try:
             if self._local:
                 _refuse_all_but_files(path)
-            names = [] if self._local else tf.io.gfile.listdir(path)  # before the record's
+            names = [] if self._local else tf.io.gfile.listdir(path)  # read before the record
             if not tf.io.gfile.exists(target):
                 if not self._local and (_UNFINISHED in names or not names):
                     raise Incomplete(f"backup {path} is incomplete: its writing was interrupted")
@@ -442,7 +445,7 @@ def _write_record(
 
 
 def _empty(path: str) -> None:
-    """Makes a backup in an object store unfinished, then removes its files."""
+    """Marks a backup in an object store as unfinished, then removes its files."""
     tf.io.gfile.makedirs(path)
     with tf.io.gfile.GFile(os.path.join(path, _UNFINISHED), "w") as file:
         file.write(_UNFINISHED)
@@ -452,12 +455,12 @@ def _empty(path: str) -> None:
 
 
 def _format(layout: files.Layout | None) -> int:
-    """The number of the format of a backup: another one with tables, as only these changed."""
+    """Version of a backup's format, which is higher with tables, as only these changed."""
     return 2 if layout else 1
 
 
 def _index_of_tables(directory: str, layout: files.Layout) -> str | None:
-    """The checksum of the index of tables, where there are any."""
+    """Checksum of the index of tables, if there are any."""
     return directories.sha256(os.path.join(directory, f"{TABLES}.index")) if layout else None
 
 

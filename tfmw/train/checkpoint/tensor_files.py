@@ -1,17 +1,17 @@
 """The tensors of one backup on disk: TensorFlow checkpoints, which several processes may write.
 
     shared = SharedWrite.begin(group, target)       # all tasks; the chief creates the directory
-    shared.pieces = [...]                           # of this task
-    shared.write_part()                             # each of the others
-    shared.write(prefix, tensors)                   # the chief, which waits for the others
+    shared.pieces = [...]                           # the slices of this task
+    shared.write_part()                             # on each other task
+    shared.write(prefix, tensors)                   # on the chief, which waits for the others
 
-Workers with parts of the optimizer's slots save a checkpoint of slices each, under a name of its
-own, and report to the chief. The chief joins them: the data files are renamed, and one index lists
-the slices of all. Whoever reads the backup finds whole tensors, in a checkpoint like any other.
+Workers with shards of the optimizer's slots save a checkpoint of slices each, under a separate
+name, and report to the chief. The chief merges them: it renames the data files, and one index lists
+the slices of all. A reader of the backup finds whole tensors, in an ordinary checkpoint.
 
-Parameter servers write the rows of tables. The checkpoint `TABLES` has all of them. Of the next few
-backups it is the same one, by hard links, and their checkpoint `PREFIX` has the rows that have
-changed since. `TableBackups` decides which of both a backup writes.
+Parameter servers write the rows of tables. The checkpoint `TABLES` has all of them. The next few
+backups have hard links to it, and their checkpoint `PREFIX` has the rows that have changed since.
+`TableBackups` chooses between the two kinds.
 """
 
 from __future__ import annotations
@@ -47,30 +47,32 @@ logger = logging.getLogger("tfmw")
 
 PREFIX = "tensors"
 TABLES = "tables"
-FULL_EVERY = 10  # backups; those in between have of tables only the rows that have changed
-_FEW = 0.5  # of all tables' bytes, from which on a backup of the changed ones would save nothing
-_LOOK_S = 1.0  # how often the chief looks whether a task that it waits for is there
+FULL_EVERY = 10  # number of backups; those in between have only the changed rows of tables
+# fraction of all tables' bytes from which a backup of the changed rows would save nothing
+_FEW = 0.5
+_LOOK_S = 1.0  # interval at which the chief checks whether a task for which it waits is alive
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotParts:
-    """The slots that no task has whole."""
+    """Slots that no task has whole."""
 
-    variables: list[Any]  # all of them, of Keras
-    own: list[tuple[Any, slice, tf.Tensor]]  # of this task: (variable, its elements, those [m])
+    variables: list[Any]  # all of these Keras variables
+    # shards of this task: (variable, its elements, their values [m])
+    own: list[tuple[Any, slice, tf.Tensor]]
 
 
 class SharedWrite:
-    """The writing of one backup by all tasks, into a directory that all of them have.
+    """Write of one backup by all tasks, into a directory that they share.
 
     Args:
         group: the tasks.
-        directory: where to write; the chief has created it.
+        directory: directory to write to; the chief has created it.
     """
 
     def __init__(self, group: Group, directory: str):
         self.directory = directory
-        self.pieces: Sequence[TensorSlice] = ()  # this task's
+        self.pieces: Sequence[TensorSlice] = ()  # the slices of this task
         self._group = group
         self._key = f"tfmw-backup/{os.path.basename(directory)}"
         self._given_up = threading.Event()
@@ -81,10 +83,10 @@ class SharedWrite:
 
         Args:
             group: the tasks.
-            target: the name that it will have; called on the chief.
+            target: function that returns its later name; called on the chief.
 
         Raises:
-            OSError: on all tasks, where the chief cannot create it.
+            OSError: the chief cannot create it; raised on all tasks.
         """
 
         def create() -> dict[str, str]:
@@ -104,7 +106,7 @@ class SharedWrite:
         return os.path.join(self.directory, f"part-{rank:05d}")
 
     def write_part(self) -> None:
-        """Writes this task's pieces and reports to the chief; an error of the disk, too."""
+        """Writes this task's slices and reports to the chief, also about an error of the disk."""
         error = None
         prefix = self._prefix_of(self._group.rank)
         try:
@@ -146,7 +148,7 @@ class SharedWrite:
             directories.remove(self.directory)
 
     def _wait_for_others(self) -> list[int]:
-        """Waits until all others have written; the ranks of those that had something to write."""
+        """Waits until all others have written; returns the ranks of those that had slices."""
         reports: dict[int, dict[str, Any]] = {}
         for rank in range(1, self._group.size):
             key = f"{self._key}/{rank}"
@@ -182,12 +184,12 @@ def is_shared(group: Group, path: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SavedTensors(Mapping[str, np.ndarray]):
-    """The tensors of a backup by name; tables are read when they are asked for."""
+    """The tensors of a backup by name; tables are read on demand."""
 
-    tables_prefix: str  # of the checkpoint with the tables
+    tables_prefix: str  # prefix of the checkpoint with the tables
     arrays: dict[str, np.ndarray]  # the tensors that are no tables
     layout: Layout  # the slices of the tables
-    changed_prefix: str | None  # of the checkpoint with rows that have changed since, if any
+    changed_prefix: str | None  # prefix of the checkpoint with rows that have changed since, if any
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.layout:
@@ -217,18 +219,18 @@ class SavedTensors(Mapping[str, np.ndarray]):
 
 @dataclasses.dataclass(frozen=True)
 class TableRows:
-    """The rows of tables in one backup, which the servers of the tables write."""
+    """Rows of tables in one backup, which the servers of the tables write."""
 
     files: TableFiles
     must_be_finite: Collection[str] = ()  # names of tables whose rows are checked
-    # The directory of a backup, since which few rows have changed: its files of tables are linked,
+    # The directory of a backup since which few rows have changed: its files of tables are linked,
     # and the changed rows are written. None to write all rows.
     base: str | None = None
 
     def write(self, directory: str, tensors: Mapping[str, np.ndarray]) -> None:
-        """Writes them, and other tensors, as checkpoints in a directory that exists.
+        """Writes the rows, and other tensors, as checkpoints in an existing directory.
 
-        Raises: as `BackupStore.write`.
+        Raises: see `BackupStore.write`.
         """
         prefix = os.path.join(directory, PREFIX)
         write = functools.partial(self.files.write, must_be_finite=self.must_be_finite)
@@ -244,7 +246,7 @@ class TableRows:
 class TableBackups:
     """The tables of a run in its backups.
 
-    The first two backups have all rows: those that share files of tables are damaged together.
+    The first two backups have all rows, as backups that share files of tables are damaged together.
 
     Args:
         files: the tables.
@@ -253,8 +255,8 @@ class TableBackups:
     def __init__(self, files: TableFiles):
         self.files = files
         self._last: str | None = None  # the directory of the last backup
-        self._full = 0  # backups with all rows so far
-        self._since_full = 0  # backups of changed rows only
+        self._full = 0  # number of backups with all rows so far
+        self._since_full = 0  # number of backups of changed rows only
 
     def write(
         self, write: Callable[[TableRows], str], must_be_finite: Collection[str] = ()
@@ -262,11 +264,11 @@ class TableBackups:
         """Writes one backup, with all rows or with those that have changed.
 
         Args:
-            write: returns the directory of the new backup.
+            write: function that writes it and returns its directory.
             must_be_finite: names of tables whose rows are checked.
 
         Raises:
-            OSError or tf.errors.OpError, NotFinite: of `write`; the next backup has these
+            OSError or tf.errors.OpError, NotFinite: an error of `write`; the next backup has these
                 changes, too.
         """
         rows = TableRows(self.files, must_be_finite, self._base())
@@ -275,7 +277,7 @@ class TableBackups:
                 self._last = write(rows)
                 self._since_full += 1
                 return
-            except OSError as e:  # a file system without hard links, for example
+            except OSError as e:  # for example a file system without hard links
                 logger.info("no backup of changed rows (%s): all rows are written", e)
         self._last = write(dataclasses.replace(rows, base=None))
         self._full, self._since_full = self._full + 1, 0

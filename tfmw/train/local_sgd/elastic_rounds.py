@@ -27,8 +27,8 @@ class ElasticRounds(Rounds):
     """The exchanges of one member. Moving averages of layers are averaged, too.
 
     Args:
-        strategy, settings, sharding: as of `Rounds`; one replica.
-        client: has entered.
+        strategy, settings, sharding: see `Rounds`; the strategy has one replica.
+        client: a client that has entered.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class ElasticRounds(Rounds):
         super().__init__(strategy, settings, sharding)
         self._client = client
         self._last = time.monotonic()
-        self._steps = 0  # since the last round
-        self._step = 0  # of the epoch
-        self.joined = False  # whether this member takes part
-        self.ended = 0  # how many rounds it has taken part in
-        self._outcome: list[np.ndarray] | None = None  # of a training that is over
+        self._steps = 0  # steps since the last round
+        self._step = 0  # step within the epoch
+        self.joined = False  # whether this member has joined
+        self.ended = 0  # number of rounds of this member
+        self._outcome: list[np.ndarray] | None = None  # result of a training that is over
         self._packs: QuantizedSum | None = None
         self.saves = True  # whether `state` is for a backup on disk
 
@@ -56,7 +56,7 @@ class ElasticRounds(Rounds):
             self._averages = driver.state.all_variables
             if self._settings.compression is not None:
                 self._packs = QuantizedSum(self._outer.elements(0), self._settings.compression)
-            placement.vary_seeds(model, member)  # each member draws its own
+            placement.vary_seeds(model, member)  # each member draws its own random numbers
             try:
                 yield driver
             finally:
@@ -65,11 +65,11 @@ class ElasticRounds(Rounds):
     # ------------------------------------------------------------ join, and leave
 
     def join(self, known: int, positions: Sequence[int]) -> None:
-        """Waits until this member takes part; then it has the common weights.
+        """Waits until this member has joined; then it has the common weights.
 
         Args:
             known: the number of the last round that its own state contains.
-            positions: after that round, as of `RoundClient`.
+            positions: positions after that round; see `RoundClient`.
         """
         shapes = [list(w.shape) for w in self._weights]
         signature = f"weights of the shapes {shapes}, {self._settings}"
@@ -83,7 +83,7 @@ class ElasticRounds(Rounds):
         self._last = time.monotonic()
 
     def finish(self) -> None:
-        """Takes part in rounds, without examples, until all members are done."""
+        """Stays in the rounds, without examples, until all members are done."""
         while self._outcome is None:
             if self._exchange_all(done=True):
                 return
@@ -95,7 +95,7 @@ class ElasticRounds(Rounds):
         self._traced(self._take, 0, 0.0)()
 
     def _state_variables(self) -> list[Any]:
-        """Whatever a member has in common with those that join: in a fixed order."""
+        """Variables that joining members get from others, in a fixed order."""
         weights = {id(w) for w in self._weights}
         others = [v for v in placement.updated_variables(self._model) if id(v) not in weights]
         copies = [placement.local_copies(self.strategy, v)[0] for v in others]
@@ -119,7 +119,7 @@ class ElasticRounds(Rounds):
             super().begin_epoch()
 
     def begin_at(self, step: int) -> None:
-        """Begins within an epoch, after this number of its steps."""
+        """Starts within an epoch, after this number of its steps."""
         self._step = step
 
     def after_steps(self, step: int) -> None:
@@ -132,12 +132,13 @@ class ElasticRounds(Rounds):
             self._exchange_all()
 
     def _begin(self, fragment: int) -> bool:
-        if self._steps:  # else the others would wait for nothing, at the end of an epoch
+        # otherwise the others would wait for an empty round, at the end of an epoch
+        if self._steps:
             self._exchange_all()
-        return False  # it is over
+        return False  # the training is over
 
     def _exchange_all(self, done: bool = False) -> bool:
-        """One round; returns whether all members are done."""
+        """Runs one round; returns whether all members are done."""
         if self._outcome is not None:  # this member was lost at the very end
             return True
         gradient, own = self._traced(self._gradient, 0)()
@@ -146,7 +147,7 @@ class ElasticRounds(Rounds):
         examples = float(self._replicas.first_result(own))
         if self._packs is not None:
             packed = self._settings.compression
-            # Without examples it has no weight, and keeps what was rounded away before.
+            # Without examples this member has no weight, and keeps its earlier rounding errors.
             zeros = np.zeros_like(self._packs.left)
             flat = self._packs.rounded(flat) if examples else self._packs.packed(zeros)
         averages = [placement.local_copies(self.strategy, v)[0] for v in self._averages()]

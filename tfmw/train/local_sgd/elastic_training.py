@@ -1,12 +1,12 @@
-"""The training loop's driver for one member of elastic rounds, and its backups.
+"""Driver of the training loop for one member of elastic rounds, and its backups.
 
     with entered(client, context, arguments) as (context, backups):     # of elastic rounds
         ElasticTraining(context, arguments, backups, ElasticRounds(...))
 
-A member of elastic rounds is one process, with its share of each batch. It is lost and comes back
-without the others: the server of the rounds keeps its position in the data, as of its last round,
-and another member sends it the weights. So a record is a backup without tensors, which the training
-loop saves after each round.
+A member of elastic rounds is one process, with its shard of each batch. It may be lost and come
+back while the others continue. The server of the rounds keeps its position in the data after its
+last round, and another member sends it the weights. So a record is a backup without tensors, which
+the training loop saves after each round.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tfmw.train.local_sgd.round_client import RoundClient
 from tfmw.train.loop import DriverState, Rows
 from tfmw.train.mirrored.sync_training import MirroredTraining
 
-_ROUND = "round"  # in backups: the number of the last round that they contain
-_POSITIONS = "positions"  # in backups: after that round, as of `RoundClient`
+_ROUND = "round"  # name in backups of the number of the last round that they contain
+_POSITIONS = "positions"  # name in backups of the positions after that round; see `RoundClient`
 
 
 @contextlib.contextmanager
@@ -47,11 +47,12 @@ def entered(
     _refuse(context, arguments)
     record, arrays, steps = client.enter()
     try:
-        # Alone in each call. Its rank decides what it writes and reads.
+        # Each member is a group of its own. Its rank selects its files.
         member = Group(client.member, 1, agree=client.fact)
         sharding = data.Sharding(client.members, client.member)
         context = dataclasses.replace(context, group=member, sharding=sharding)
-        # Data that Python code orders: the same on all members, from the first one's state.
+        # Data that Python code orders has the same order on all members, from the first one's
+        # state.
         restore_random_state(member.agreed_value("random state", random_state))
         asked = copy.copy(arguments.backup)
         if asked is not None:
@@ -77,14 +78,14 @@ def _refuse(context: FitContext, arguments: FitArguments) -> None:
 class MemberBackups(Backups):
     """Backups on disk, and a record on the server after each round.
 
-    Both are made right after a round: steps since then are in this member's weights only, and it
-    may come back with those of another one.
+    Both are saved right after a round. Later steps are in this member's weights only, and it may
+    come back with the weights of another member.
 
     Args:
-        client: has entered.
-        asked: the directory of this member; None saves nothing on disk.
-        record, arrays: of the server.
-        steps: in rounds that have ended since the record.
+        client: a client that has entered.
+        asked: backup settings with the directory of this member; None saves nothing on disk.
+        record, arrays: record and arrays from the server.
+        steps: number of steps in rounds that have ended since the record.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class MemberBackups(Backups):
         super().__init__(Group(0, 1), asked)
         self.on = True
         self.client = client
-        self.rounds: ElasticRounds | None = None  # of the call, once there are some
+        self.rounds: ElasticRounds | None = None  # rounds of the call, once they exist
         self._of_server = record, arrays, steps
         self._recorded = 0
         self._disk_is_due = False
@@ -114,7 +115,7 @@ class MemberBackups(Backups):
                 f"elastic rounds, and this run has {self.client.members}: resume with as many, or "
                 "use another backup_dir."
             )
-        # Where the server has a record, other members have the weights of later rounds.
+        # If the server has a record, other members have the weights of later rounds.
         self.from_server = record is not None
         self.unrecorded = steps if self.from_server else 0
         if record is not None:
@@ -129,7 +130,7 @@ class MemberBackups(Backups):
         return (0, []) if record is None else (record[_ROUND], record[_POSITIONS])
 
     def take_position(self) -> None:
-        """Finds the steps that this member has made in rounds that its own state lacks."""
+        """Computes the steps that this member has made in rounds that its own state lacks."""
         step = 0 if self.record is None else self.record["step"]
         missing = self.client.positions[self.client.member] - step
         self.unrecorded += missing
@@ -196,8 +197,8 @@ class ElasticTraining(MirroredTraining):
     """Training steps of one member, which exchanges its weights through the server of the rounds.
 
     Args:
-        context, arguments, rounds: of the call; see `entered`.
-        backups: of the member.
+        context, arguments, rounds: values of the call; see `entered`.
+        backups: backups of the member.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class ElasticTraining(MirroredTraining):
             return
         self._skip()
         if not self._rounds.joined:
-            self._trace()  # others wait for the steps of those that take part
+            self._trace()  # others wait for the steps of the members that have joined
         self._join()
         self._skip()
         self._rounds.begin_at(self.steps_done)

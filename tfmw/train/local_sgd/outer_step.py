@@ -1,4 +1,4 @@
-"""The common weights, and the outer optimizer that updates them. Knows nothing of replicas."""
+"""The common weights, and the outer optimizer that updates them, independent of replicas."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ import keras
 import tensorflow as tf
 
 MIXED = 0.5
-"""The share of a replica's own weights after an exchange that steps have overlapped (as in the
-experiments of arXiv 2501.18512, section 3.3)."""
+"""Fraction of a replica's own weights after an exchange that overlapped with steps.
+
+The experiments of arXiv 2501.18512, section 3.3, use this value.
+"""
 
 
 class OuterStep:
-    """Common weights, one optimizer for each fragment.
+    """The common weights, with one optimizer for each fragment.
 
     Args:
         values: tensors, the first common weights.
-        config: of the outer optimizer, as `keras.optimizers.serialize` makes it.
-        fragments: number of parts, of neighbouring weights.
+        config: configuration of the outer optimizer, in the form of `keras.optimizers.serialize`.
+        fragments: number of fragments, each of neighbouring weights.
 
     Attributes:
         common: a Keras variable for each weight.
         fragments: the positions of the weights of each fragment.
-        dtype: of flat gradients.
+        dtype: dtype of flat gradients.
     """
 
     def __init__(self, values: Sequence[tf.Tensor], config: dict[str, Any], fragments: int = 1):
@@ -37,7 +39,7 @@ class OuterStep:
         double = any(v.dtype == tf.float64 for v in values)
         self.dtype = tf.float64 if double else tf.float32
         self._optimizers = [
-            keras.optimizers.deserialize(copy.deepcopy(config))  # Keras changes it
+            keras.optimizers.deserialize(copy.deepcopy(config))  # Keras changes the configuration
             for _ in self.fragments
         ]
         for optimizer, positions in zip(self._optimizers, self.fragments, strict=True):
@@ -61,7 +63,7 @@ class OuterStep:
         """The outer gradient of one replica: [n], flat.
 
         Args:
-            weights: of that replica, of the fragment.
+            weights: that replica's weights of the fragment.
         """
         pairs = zip(self.fragments[fragment], weights, strict=True)
         differences = [tf.cast(self.common[i].value - weight, self.dtype) for i, weight in pairs]
@@ -79,11 +81,11 @@ class OuterStep:
 
 
 def fragments_of(sizes: Sequence[int], fragments: int) -> list[list[int]]:
-    """Positions of neighbours, in parts of about equal sizes; none is empty.
+    """Positions of neighbouring weights, in fragments of about equal sizes; none is empty.
 
     Args:
-        sizes: of each weight.
-        fragments: number of parts, at most that of weights.
+        sizes: size of each weight.
+        fragments: number of fragments, at most that of weights.
     """
     parts: list[list[int]] = [[] for _ in range(fragments)]
     total, before, at = sum(sizes), 0.0, 0

@@ -3,10 +3,10 @@
     quantized = QuantizedSum(elements, "int8")
     total = quantized(ring, local)       # float32 [n], bit for bit the same on all workers
 
-Values travel in blocks of 1024: whole numbers, and a scale that makes the largest of them 127 or 7.
-A worker adds its own values to each partial sum and rounds the result again. What rounding takes
-away, that worker adds to its own values in the next sum. So nothing is lost, only late: the sum of
-all results, and of all that workers still keep, is exact to float rounding.
+Values are sent in blocks of 1024: integers, and a scale that makes the largest of them 127 or 7. A
+worker adds its own values to each partial sum and rounds the result again. It adds its rounding
+errors to its own values in the next sum. So errors are delayed, not lost: the sum of all results,
+plus all errors that workers still keep, is exact to float rounding.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import numpy.typing as npt
 from tfmw.train.mirrored.collectives.all_reduce import AllReduce
 
 BLOCK = 1024
-_PIECE = 32  # blocks: 128 KB
+_PIECE = 32  # blocks in a chunk of 128 KB
 LEVELS = {"int8": 127, "int4": 7}
-"""Largest absolute whole number of each format."""
+"""Largest absolute integer of each format."""
 
-Blocks: TypeAlias = npt.NDArray[np.float32]  # [blocks, BLOCK]
+Blocks: TypeAlias = npt.NDArray[np.float32]  # shape [blocks, BLOCK]
 
 
 class QuantizedSum:
-    """Sums arrays of up to so many elements.
+    """Sums arrays with at most so many elements.
 
     Args:
-        elements: the most of an array.
+        elements: most elements of an array.
         kind: "int8" or "int4".
 
     Attributes:
-        left: float32 [blocks, BLOCK], what this worker has yet to add.
+        left: float32 [blocks, BLOCK], rounding errors that this worker still has to add.
     """
 
     def __init__(self, elements: int, kind: str):
@@ -45,18 +45,18 @@ class QuantizedSum:
         self._dtype = np.dtype([("scale", "<f4"), ("values", bits, (sent,))])
         self.left: Blocks = np.zeros([-(-elements // BLOCK), BLOCK], np.float32)
 
-    @np.errstate(all="ignore")  # NaN and infinity make NaN of their block
+    @np.errstate(all="ignore")  # a block with a NaN or an infinity becomes NaN
     def __call__(self, ring: AllReduce, local: np.ndarray) -> np.ndarray:
         """The sum of all workers' arrays: float32 [n] -> [n]. All workers must call it.
 
         Args:
-            ring: of one level: each worker adds its own values to what comes, once.
+            ring: a ring of one level: each worker adds its own values to received ones, once.
         """
         own = self.left
         packed = self.rounded(local)
 
         def add(coming: np.ndarray, here: np.ndarray, out: np.ndarray) -> None:
-            # `here` is this worker's values in the same place, already rounded.
+            # `here` has this worker's values of the same elements, already rounded.
             first = (here.ctypes.data - packed.ctypes.data) // self._dtype.itemsize
             blocks = slice(first, first + len(here))
             self._round(own[blocks], out, self.left[blocks], coming)
@@ -76,7 +76,7 @@ class QuantizedSum:
         return packed
 
     def values(self, packed: np.ndarray, elements: int) -> np.ndarray:
-        """The array, float32 [elements], that is packed here, or as bytes that have travelled."""
+        """The array, float32 [elements], that is packed here, or as bytes that were received."""
         if packed.dtype != self._dtype:
             packed = packed.reshape(-1).view(self._dtype)
         return self.unpacked(packed).reshape(-1)[:elements]
@@ -100,7 +100,7 @@ class QuantizedSum:
 
     @np.errstate(all="ignore")
     def packed(self, blocks: Blocks) -> np.ndarray:
-        """Blocks as they travel."""
+        """Blocks in their format on the network."""
         out: np.ndarray = np.empty(len(blocks), self._dtype)
         scale = np.abs(blocks).max(axis=1, initial=0.0) / self._levels
         safe = np.where(scale == 0, np.float32(1), scale)
@@ -115,7 +115,7 @@ class QuantizedSum:
 
     @np.errstate(all="ignore")
     def unpacked(self, packed: np.ndarray) -> Blocks:
-        """The values of blocks that have travelled."""
+        """Values of received blocks."""
         values = packed["values"]
         whole: Blocks = np.empty([len(packed), BLOCK], np.float32)
         if self._levels == 127:
@@ -129,6 +129,6 @@ class QuantizedSum:
 
 
 def _pieces(blocks: int) -> Iterator[slice]:
-    """Blocks that stay in a core's cache from one operation on them to the next."""
+    """Chunks of blocks that stay in a core's cache from one operation on them to the next."""
     for first in range(0, blocks, _PIECE):
         yield slice(first, first + _PIECE)

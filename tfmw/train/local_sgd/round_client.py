@@ -1,11 +1,13 @@
 """A member's side of the rounds of `round_server`.
 
-client = RoundClient.of_environment(os.environ)        # None: the process is no member
-record, arrays, steps = client.enter()                 # its position when it was lost, or None
-seed = client.fact("seed", 17)                         # the first member's value
-state = client.join(signature, known=0)                # None: nobody has a state yet
-mean = client.round(examples=64.0, arrays=[gradient])
-client.keep(record, arrays)                            # what `enter` returns after a restart
+    client = RoundClient.of_environment(os.environ)        # None: the process is no member
+    record, arrays, steps = client.enter()                 # its position when it was lost, or None
+    seed = client.fact("seed", 17)                         # the first member's value
+    state = client.join(signature, known=0)                # None: no member has a state yet
+    mean = client.round(examples=64.0, arrays=[gradient])
+    client.keep(record, arrays)                            # `enter` returns them after a restart
+
+Each call of `fit` has a client of its own.
 """
 
 from __future__ import annotations
@@ -29,40 +31,40 @@ from tfmw.observe.progress import blocking_call
 
 logger = logging.getLogger("tfmw")
 
-_SAID_AFTER_S = 15.0  # in which members of a cluster that works have come
+_SAID_AFTER_S = 15.0  # time in which all members of a working cluster connect
 
-_calls = itertools.count()  # of fit, in this process; the same in a restarted one
+_calls = itertools.count()  # number of the call of fit in this process; the same in a restarted one
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundAnswer:
-    """The server's answer to a member that joins, or that takes part in a round."""
+    """The server's answer to a member that joins, or that sends a round."""
 
-    # On joining, the state of another member, none if this one's is that of all. Of a round, the
-    # means, none without examples.
+    # For joining, the state of another member; empty if all have this member's state. For a round,
+    # the means; empty without examples.
     arrays: list[np.ndarray]
-    wants_state: bool  # this member must send its state, for others that join
-    finished: bool  # all members are done; on joining, `arrays` is the result then
-    members: int = 0  # that took part in the round
-    examples: float = 0.0  # of all members, since the last round
+    wants_state: bool  # whether this member must send its state, for others that join
+    finished: bool  # whether all members are done; for joining, `arrays` is the result then
+    members: int = 0  # number of members in the round
+    examples: float = 0.0  # number of examples of all members, since the last round
 
 
 class RoundClient:
-    """One member's connection; of one thread.
+    """Connection of one member, for one thread.
 
     Args:
         address: HOST:PORT of the server.
         member: number of this member, from 0.
-        members: number of all.
-        key: which all know.
+        members: number of all members.
+        key: key that all members know.
         call: number of the call of fit in this process.
 
     Attributes:
-        number: of the next round.
-        positions: of each member, its steps in all ended rounds.
+        number: number of the next round.
+        positions: each member's number of steps in all ended rounds.
     """
 
-    _connection: wire.Connection  # once it has entered
+    _connection: wire.Connection  # set once it has entered
 
     def __init__(self, address: str, member: int, members: int, key: bytes, call: int = 0):
         self.member = member
@@ -78,7 +80,7 @@ class RoundClient:
         """The member that the environment describes, or None.
 
         Raises:
-            UsageError: an incomplete description.
+            UsageError: the description is incomplete.
         """
         address = environ.get(ROUNDS, "")
         if not address or task_process.is_child(environ=environ):
@@ -98,7 +100,7 @@ class RoundClient:
     def enter(self) -> tuple[dict[str, Any] | None, list[np.ndarray], int]:
         """Connects; returns the last record of this member, its arrays, and its steps since then.
 
-        These steps are in rounds that have ended.
+        The steps are in rounds that have ended.
         """
         try:
             self._connection = wire.connect(self._address, self._key)
@@ -123,19 +125,19 @@ class RoundClient:
     # ------------------------------------------------------------ messages
 
     def fact(self, name: str, value: Any) -> Any:
-        """The value, JSON, that the first member had for this name."""
+        """The first member's value, JSON, for this name."""
         return self._asked({"do": "fact", "name": name, "value": value})[0]["value"]
 
     def join(self, signature: str, known: int, positions: Sequence[int] = ()) -> RoundAnswer:
-        """Waits until this member takes part.
+        """Waits until this member has joined.
 
         Args:
-            signature: must be the same on all members.
+            signature: text that must be the same on all members.
             known: the number of the last round that this member's own state contains.
-            positions: after that round.
+            positions: positions after that round.
 
         Raises:
-            UsageError: the signature is not that of other members.
+            UsageError: the signature differs from that of other members.
         """
         asked = {
             "do": "join", "signature": signature, "round": known, "positions": list(positions)
@@ -152,14 +154,14 @@ class RoundClient:
         elements: int = 0,
         done: bool = False,
     ) -> RoundAnswer:
-        """Sends this member's arrays; waits for the mean over all that are present.
+        """Sends this member's arrays; waits for the mean over all present members.
 
         Args:
-            examples: of this member since the last round: its weight.
+            examples: number of this member's examples since the last round, which is its weight.
             arrays: the same number of arrays on each member.
-            steps: of this member since the last round.
-            packed: the format of the first one; see `QuantizedSum`.
-            elements: of the first one.
+            steps: number of this member's steps since the last round.
+            packed: format of the first array; see `QuantizedSum`.
+            elements: number of elements of the first array.
             done: whether this member has no more examples.
         """
         of_first = {"packed": packed, "elements": elements}
@@ -193,7 +195,7 @@ class RoundClient:
         )
 
     def send_state(self, arrays: Sequence[np.ndarray]) -> None:
-        """Sends this member's state, for those that join."""
+        """Sends this member's state, for joining members."""
         with self._server() as server:
             server.send({"do": "state"}, arrays)
 

@@ -42,7 +42,7 @@ from tfmw.cluster.wire import Connection, Message
 from tfmw.train.local_sgd.quantized_sum import QuantizedSum
 
 PATIENCE_S = 60.0
-"""Seconds in which all members come, where nobody is present."""
+"""Seconds in which all members must come if none is present."""
 
 _ALL_LOST = {"lost": "all members that took part were lost: this one begins with its backup"}
 
@@ -54,18 +54,19 @@ class _Seat:
     """A connected member."""
 
     connection: Connection
-    resumes: bool  # it was given a record
-    # Its message that waits for an answer, "join" or "round", and the arrays; none while it trains.
+    resumes: bool  # whether it was given a record
+    # Its message that waits for an answer, "join" or "round", and the arrays; empty while it
+    # trains.
     asks: Message = dataclasses.field(default_factory=dict)
     arrays: Arrays = dataclasses.field(default_factory=list)
-    takes_part: bool = False  # rounds wait for it
-    done: bool = False  # it has no more examples
+    takes_part: bool = False  # whether rounds wait for it
+    done: bool = False  # whether it has no more examples
 
     def answer(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
-        """Answers it, without waiting for a slow link.
+        """Answers the member, without waiting for a slow connection.
 
-        A lost member is noticed by the thread that receives from it. It asks nothing before it has
-        the answer, so two answers cannot overtake each other.
+        The thread that receives from a member detects its loss. A member sends no request before it
+        has the answer, so two answers cannot overtake each other.
         """
 
         def send() -> None:
@@ -81,7 +82,7 @@ class RoundServer:
 
     Args:
         members: number of members.
-        key: which all members know.
+        key: key that all members know.
         listener: a listening socket; closed at the end.
         patience_s: see the module's docstring.
     """
@@ -92,7 +93,7 @@ class RoundServer:
         self._members = members
         self._patience_s = patience_s
         self._lock = threading.RLock()
-        self._trainings: dict[int, _Training] = {}  # by the number of the call of fit
+        self._trainings: dict[int, _Training] = {}  # number of the call of fit -> its rounds
         self._server = wire.Server(listener, key, self._serve, "rounds")
 
     def __enter__(self) -> RoundServer:
@@ -142,7 +143,7 @@ class _Training:
     Args:
         members: number of members.
         patience_s: see the module's docstring.
-        lock: of the server.
+        lock: lock of the server.
     """
 
     def __init__(self, members: int, patience_s: float, lock: threading.RLock):
@@ -151,19 +152,20 @@ class _Training:
         self._lock = lock
         self._seats: dict[int, _Seat] = {}
         self._round = 0
-        self._sender: int | None = None  # the member that is to send its state
-        self._joining: list[int] = []  # those that wait for that state
+        self._sender: int | None = None  # the member that must send its state
+        self._joining: list[int] = []  # members that wait for that state
         self._timer: threading.Timer | None = None
         self._impatient = False
         self._closed = False
         self._facts: dict[str, Any] = {}
         self._records: dict[int, tuple[Any, Arrays]] = {}
-        self._unrecorded: dict[int, int] = {}  # steps of ended rounds that no record contains
-        self._positions = [0] * members  # steps of each member in ended rounds
+        # number of steps of ended rounds that no record contains
+        self._unrecorded: dict[int, int] = {}
+        self._positions = [0] * members  # number of steps of each member in ended rounds
         self._done: set[int] = set()
         self._finished = False
         self._last_state: Arrays | None = None
-        self._quantized: QuantizedSum | None = None  # keeps what is rounded away of a mean
+        self._quantized: QuantizedSum | None = None  # keeps the rounding errors of a mean
 
     def close(self) -> None:
         """Closes all connections."""
@@ -174,7 +176,7 @@ class _Training:
             seat.connection.close()
 
     def enter(self, member: int, connection: Connection) -> _Seat:
-        """A member has connected."""
+        """Registers a member that has connected."""
         before = self._seats.get(member)
         if before is not None:
             self.leave(member, before)
@@ -185,21 +187,21 @@ class _Training:
         return seat
 
     def leave(self, member: int, seat: _Seat) -> None:
-        """A connection has ended."""
+        """Handles the end of a connection."""
         seat.connection.close()
         if self._seats.get(member) is not seat:
             return
         del self._seats[member]
         self._joining = [m for m in self._joining if m != member]
         needed = self._joining or (self._finished and self._last_state is None)
-        if member == self._sender or not needed:  # another one sends its state, or nobody
+        if member == self._sender or not needed:  # another member sends its state, or none does
             self._sender, self._joining = None, []
         if seat.takes_part and not any(other.takes_part for other in self._seats.values()):
             self._forget()
         self._proceed()
 
     def _forget(self) -> None:
-        """Nobody has the state of this training any more: members begin with their backups."""
+        """Discards all records, as no member has the state: members start from backups."""
         if self._finished:
             return
         self._records, self._unrecorded, self._done = {}, {}, set()
@@ -210,11 +212,11 @@ class _Training:
                 seat.answer(_ALL_LOST)
 
     def handle(self, member: int, seat: _Seat, message: Message, arrays: Arrays) -> None:
-        """A member's message."""
+        """Processes a member's message."""
         if self._seats.get(member) is not seat:
             return
         do = message["do"]
-        if do == "fact":  # the first member's value is that of all
+        if do == "fact":  # all get the first member's value
             value = self._facts.setdefault(message["name"], message["value"])
             seat.answer({"value": value})
         elif do == "record":
@@ -248,13 +250,13 @@ class _Training:
         ]
 
     def _proceed(self) -> None:
-        """Ends a round, or begins the first one, if nothing is missing."""
+        """Ends a round, or starts the first one, if all needed messages have arrived."""
         if self._closed or self._sender is not None:
             return
         present = {m: seat for m, seat in sorted(self._seats.items()) if seat.takes_part}
         if self._finished:
             for member in self._wanting_to_join():
-                if self._last_state is None:  # who was to send it was lost
+                if self._last_state is None:  # the member that had to send it was lost
                     self._seats[member].answer(_ALL_LOST)
                 else:
                     self._seats[member].answer(self._answer(), self._last_state)
@@ -263,11 +265,11 @@ class _Training:
         elif all(seat.asks for seat in present.values()):
             absent = set(range(self._members)) - set(present) - self._done
             if all(s.done for s in present.values()) and absent and not self._wanting_to_join():
-                return  # the others are waited for
+                return  # the round waits for the others
             self._end_round(present)
 
     def _begin(self) -> None:
-        """Begins where nobody is present, once all are there or the patience is over."""
+        """Starts, if no member is present, once all have come or the patience is over."""
         waiting = self._wanting_to_join()
         if not waiting:
             return
@@ -305,7 +307,7 @@ class _Training:
         }
 
     def _pass_on(self, member: int, arrays: Arrays) -> None:
-        """Gives a member's state to those that join; rounds wait for them from now on."""
+        """Passes a member's state on to joining members, for whom rounds wait from now on."""
         if member != self._sender:
             return
         joining, self._sender, self._joining = self._joining, None, []
@@ -335,12 +337,12 @@ class _Training:
             seat.answer({**answer, "members": len(present), "examples": examples}, mean)
 
     def _mean(self, messages: Sequence[Message], arrays: Sequence[Arrays]) -> Arrays:
-        """The mean of each array, weighted by examples; none without examples.
+        """The mean of each array, weighted by examples; empty without examples.
 
         Args:
-            messages: "examples", and "packed": the format of the first array, or None; its
+            messages: each with "examples"; "packed", the format of the first array or None; and its
                 "elements".
-            arrays: of each member; the same number of them.
+            arrays: arrays of each member, all with the same number.
         """
         total = sum(message["examples"] for message in messages)
         packed, elements = messages[0]["packed"], messages[0]["elements"]
@@ -366,7 +368,7 @@ class _Training:
 
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], Any] = print) -> int:
-    """Serves until a signal ends it; with --until-input-ends, also as long as its launcher."""
+    """Serves until a signal ends it; with --until-input-ends, at most as long as its launcher."""
     parser = argparse.ArgumentParser(prog="python -m tfmw.train.local_sgd.round_server")
     parser.add_argument("--members", type=int, required=True, help="number of members")
     parser.add_argument("--host", default="", help="address to listen at; default: all")

@@ -1,15 +1,15 @@
-"""Rounds: replicas exchange the difference of their weights to the common ones, and take new ones.
+"""Rounds, in which replicas exchange the difference of their weights to the common ones.
 
 rounds = Rounds(strategy, settings)
 with rounds.driver(model) as driver: ...        # replicas make steps of their own
 rounds.begin_epoch()                            # all replicas have the same weights
-rounds.after_steps(number)                      # exchanges what is due
+rounds.after_steps(number)                      # runs due exchanges
 rounds.end_epoch()                              # all weights: replicas have the same ones again
 
 An outer gradient is the mean over replicas, weighted by the examples of each since its last
 exchange. Replicas that sum gradients in each step have the same weights, and count together. So
-replicas with fewer examples, as in the last batch, count for less, and one step of SGD between two
-exchanges is a synchronous step.
+replicas with fewer examples, as in the last batch, have a smaller weight. One step of SGD between
+two exchanges is equal to a synchronous step.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ Exchange = tuple[int, Callable[[], tf.Tensor]]
 
 
 class Rounds:
-    """Replicas that train on their own, and exchange their weights every few steps.
+    """Replicas that train independently, and exchange their weights every few steps.
 
     Replicas of one machine may sum their gradients in each step; then machines exchange weights.
     The methods are those of `EachStep`.
 
     Args:
-        strategy: a synchronous one.
-        settings: of the call.
-        sharding: of training batches; None if all replicas that have a part are of `strategy`.
+        strategy: a synchronous strategy.
+        settings: settings of the call.
+        sharding: sharding of training batches; None if only replicas of `strategy` have shards.
     """
 
     is_local = True
@@ -83,7 +83,7 @@ class Rounds:
         self._settings = settings
         self._traces = Traces()
         self._exchange: Exchange | None = None
-        # Of each replica of this process: examples since the last exchange of each fragment.
+        # Examples of each local replica since the last exchange of each fragment.
         self._examples = [
             tf.Variable(tf.zeros([settings.fragments], tf.float64), trainable=False)
             for _ in range(placement.local_replicas(strategy))
@@ -94,7 +94,7 @@ class Rounds:
         """The driver of a call, in which the model is placed.
 
         Raises:
-            UsageError: on all tasks, if the settings don't suit the model or the strategy.
+            UsageError: the settings don't fit the model or the strategy; raised on all tasks.
         """
         with SyncDriver(model, self) as driver, contextlib.ExitStack() as stack:
             self._model, self._replicas = model, driver.replicas
@@ -111,7 +111,8 @@ class Rounds:
                 self._quantized = [QuantizedSum(size, settings.compression) for size in sizes]
             self._thread: concurrent.futures.ThreadPoolExecutor | None = None
             if settings.overlap and self._ring is not None:
-                self._ring = another_ring(self.strategy)  # steps may use the first one meanwhile
+                # steps may use the first ring at the same time
+                self._ring = another_ring(self.strategy)
                 self._thread = concurrent.futures.ThreadPoolExecutor(1, "rounds")
                 stack.callback(self._thread.shutdown)
                 if self._ring is not None:
@@ -169,7 +170,7 @@ class Rounds:
         return contextlib.nullcontext((grads, variables))
 
     def gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-        """Raises UsageError: a step has the slices of this replica only."""
+        """Raises UsageError, as a step has the slices of this replica only."""
         raise UsageError(
             "a layer looks at the global batch, of which a replica that trains on its own has "
             "a part: train without sync=."
@@ -205,7 +206,7 @@ class Rounds:
     # ------------------------------------------------------------ one exchange
 
     def _begin(self, fragment: int) -> bool:
-        """Begins an exchange; returns whether any replica had examples since the last one."""
+        """Starts an exchange; returns whether any replica had examples since the last one."""
         gradients, examples = self._traced(self._gradient, fragment)()
         if not float(self._replicas.first_result(examples)):
             return False
@@ -213,7 +214,7 @@ class Rounds:
         return True
 
     def _gradient(self, fragment: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """(This replica's share of the mean, all examples). In a replica context."""
+        """(this replica's summand of the mean, all examples); called in a replica context."""
         counts = self._examples[self._replicas.local_index()]
         own = counts[fragment]
         examples = own if self._replicas.count == 1 else self._replicas.sum([own])[0]
@@ -236,7 +237,7 @@ class Rounds:
         def exchange() -> np.ndarray:
             if not self._quantized:
                 return ring.sum(local, what="rounds")
-            if isinstance(ring, HierarchicalRing):  # rounded values travel between machines only
+            if isinstance(ring, HierarchicalRing):  # only values sent between machines are rounded
                 return ring.sum_with(self._quantized[fragment], local, what="rounds")
             return self._quantized[fragment](ring, local)
 
@@ -268,7 +269,7 @@ class Rounds:
             raise self._replicas.group.root_cause(e) from None
 
     def _take(self, fragment: int, mixed: float) -> None:
-        """Gives this replica the common weights. In a replica context."""
+        """Gives this replica the common weights; called in a replica context."""
         positions = self._outer.fragments[fragment]
         for i, weight in zip(positions, self._placed(fragment), strict=True):
             common = self._outer.common[i].value
@@ -283,7 +284,7 @@ class Rounds:
         return [copy.read_value() for copy in copies]
 
     def _traced(self, function: Callable[..., Any], *constants: Any) -> Callable[..., Any]:
-        """`function` on each replica, traced once for these first arguments."""
+        """Wraps `function` to run on each replica, traced once for these first arguments."""
 
         def on_all(*tensors: Any) -> Any:
             return self._replicas.run(lambda *t: function(*constants, *t), tensors)
@@ -296,7 +297,8 @@ class Rounds:
     def state(self) -> dict[str, Any]:
         """The state of the rounds by names in a backup. All tasks must call it.
 
-        The model's weights in a backup are the common ones; those of each replica are beside them.
+        A backup contains the common weights as the model's weights, and those of each replica in
+        addition.
         """
         with self._replicas.lost_peer_named():
             return self._state()
@@ -304,7 +306,7 @@ class Rounds:
     def _state(self) -> dict[str, Any]:
         names = {id(variable): name for name, variable in state.named(self._model).items()}
         found = {
-            names[id(w)]: tf.identity(common.value)  # it is written while steps go on
+            names[id(w)]: tf.identity(common.value)  # it is written while steps continue
             for w, common in zip(self._weights, self._outer.common, strict=True)
         }
         outer = self._outer.state
@@ -322,7 +324,7 @@ class Rounds:
         """Restores a result of `state`, of any number of replicas. All tasks must call it.
 
         Args:
-            tensors: of the backup, on the chief.
+            tensors: tensors of the backup, on the chief.
         """
         self.begin_epoch()
         with self._replicas.lost_peer_named():
@@ -344,7 +346,8 @@ class Rounds:
             self._examples[local].assign(self._of_replica(of_replicas[len(own)], first + local))
         for quantized, of_all in zip(self._quantized, of_replicas[len(own) + 1 :], strict=True):
             left = self._of_replica(of_all, first)
-            if left.shape == quantized.left.shape:  # else on other machines: rounding begins anew
+            # otherwise the machines differ, and rounding errors start from zero
+            if left.shape == quantized.left.shape:
                 quantized.left = left
         if int(begun) >= 0:
             mean = tf.constant(summed)
@@ -355,13 +358,13 @@ class Rounds:
         return {"rounds": self._settings.as_json()}
 
     def _of_replica(self, rows: np.ndarray, replica: int) -> np.ndarray:
-        """A replica's value; the mean of all where another number of replicas goes on."""
+        """A replica's value; the mean of all if another number of replicas resumes."""
         if len(rows) == self._replicas.count:
             return np.array(rows[replica])
         return np.asarray(rows.mean(axis=0, dtype=np.float64))
 
     def _rows(self, left: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """[replicas, ...] of each of a replica's own variables. In a replica context."""
+        """[replicas, ...] of each of a replica's own variables; called in a replica context."""
         own = [models.native(v).read_value() for v in placement.updated_variables(self._model)]
         examples = self._examples[self._replicas.local_index()].read_value()
         return self._replicas.rows([*own, examples, *left])

@@ -1,4 +1,4 @@
-"""`tfmw.LocalSGD` and `tfmw.DiLoCo`: how often replicas exchange weights, and how."""
+"""`tfmw.LocalSGD` and `tfmw.DiLoCo`: settings of the replicas' exchanges of weights."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from tfmw.train.local_sgd.quantized_sum import LEVELS
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD:
-    """Local SGD, experimental: replicas train on their own, then set their weights to the mean.
+    """Local SGD, experimental: replicas train independently, then set their weights to the mean.
 
         history = tfmw.fit(model, dataset, sync=tfmw.LocalSGD(every=50))
 
-    For slow networks: replicas communicate once in `every` steps, and after each epoch. The results
-    differ from those of one process.
+    It is made for slow networks: replicas communicate once in `every` steps, and after each epoch.
+    The results differ from those of one process.
 
     Args:
         every: number of steps that each replica trains between two exchanges of the same weights.
             With `elastic`, it may be a time such as "10 s" or a `datetime.timedelta`.
-        fragments: number of parts in which the weights are exchanged, in turns, each after `every`
-            steps (Streaming DiLoCo, arXiv 2501.18512).
+        fragments: number of fragments in which the weights are exchanged, in turns, each after
+            `every` steps (Streaming DiLoCo, arXiv 2501.18512).
         overlap: number of steps that run during an exchange. A replica then takes half of the
             common weights, and half of its own.
         compression: "int8" or "int4" sends differences of weights in 8 or 4 bits. A worker adds its
             rounding errors to the next exchange. None sends float32.
         between: "machines": replicas of one machine sum their gradients in each step, and machines
-            exchange weights. "replicas": each replica trains on its own.
-        elastic: with `fit(workers=)`: workers come and go, as with `tfmw run --elastic`. A lost one
-            is left out of the rounds until it is back.
+            exchange weights. "replicas": each replica trains independently.
+        elastic: with `fit(workers=)`: workers come and go, as with `tfmw run --elastic`. Rounds
+            continue without a lost worker until it is back.
 
     Raises:
-        UsageError: a wrong value, or values that contradict each other.
+        UsageError: a value is wrong, or values contradict each other.
     """
 
     every: int | str | datetime.timedelta
@@ -105,7 +105,7 @@ class LocalSGD:
 
     @property
     def outer(self) -> dict[str, Any]:
-        """The configuration of the optimizer of the common weights: here it sets them to the mean.
+        """Configuration of the optimizer of the common weights, which sets them to the mean here.
 
         Its gradient is (common weights - mean of the replicas' weights).
         """
@@ -159,12 +159,12 @@ class DiLoCo(LocalSGD):
     arXiv 2311.08105).
 
     Args:
-        every, fragments, overlap, compression, between, elastic: as in `LocalSGD`.
+        every, fragments, overlap, compression, between, elastic: see `LocalSGD`.
         outer_optimizer: a Keras optimizer, its name or its configuration. None: the one of the
             paper, SGD with a rate of 0.7 and Nesterov momentum of 0.9.
 
     Raises:
-        UsageError: a wrong value, or values that contradict each other.
+        UsageError: a value is wrong, or values contradict each other.
     """
 
     outer_optimizer: Any = None
@@ -187,7 +187,7 @@ def settings_of(arguments: FitArguments) -> LocalSGD | None:
     """The settings of a call; None if it sums gradients in each step.
 
     Raises:
-        UsageError: not settings, or settings that the other arguments contradict.
+        UsageError: `sync` is no such object, or other arguments contradict it.
     """
     settings = arguments.sync
     if settings is None:
@@ -229,7 +229,7 @@ _RETIRED = {
 
 
 def refuse_retired(unknown: dict[str, Any]) -> None:
-    """Raises for arguments that `fit` does not have, with the line that replaces retired ones.
+    """Raises for unknown arguments of `fit`, with the line that replaces retired ones.
 
     Raises:
         UsageError: arguments that `sync=` has replaced.
@@ -258,7 +258,8 @@ def _check_number(name: str, value: Any, least: int) -> None:
 
 def _config_of(optimizer: Any) -> dict[str, Any]:
     """The configuration of an optimizer, its name or its configuration."""
-    given = dict(optimizer) if isinstance(optimizer, dict) else optimizer  # Keras changes it
+    # Keras changes the configuration
+    given = dict(optimizer) if isinstance(optimizer, dict) else optimizer
     try:
         config: dict[str, Any] = keras.optimizers.serialize(keras.optimizers.get(given))
     except (ValueError, TypeError) as e:
@@ -266,6 +267,6 @@ def _config_of(optimizer: Any) -> dict[str, Any]:
             f"received outer_optimizer={optimizer!r}: expected one of keras.optimizers, such as "
             f"keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True) ({e})."
         ) from None
-    # Keras numbers the names of a process's optimizers; a resumed run has made others.
+    # Keras numbers the names of a process's optimizers, which differ in a resumed run.
     config["config"].pop("name", None)
     return config

@@ -1,4 +1,4 @@
-"""Equal variables on all workers: the chief's values.
+"""Agreement of all workers on equal variables: the chief's values.
 
     changed = agree(group, strategy, variables)
 
@@ -30,8 +30,8 @@ def agree(group: Group, strategy: tf.distribute.Strategy, variables: Sequence[An
     """Sets Keras variables to the chief's values on all workers. All workers must call it.
 
     Args:
-        group: the tasks of `strategy`.
-        variables: the same on all workers, in the same order. Strings are not changed.
+        group: tasks of `strategy`.
+        variables: the same variables on all workers, in the same order. Strings are not changed.
 
     Returns:
         The variables that differed, in order.
@@ -56,7 +56,7 @@ def checksum(value: tf.Tensor) -> int:
     """A checksum of a value; the same on every machine."""
     if value.dtype.size * value.shape.num_elements() < _LARGE:
         return zlib.crc32(_bytes(value).data)
-    # FarmHash64, four times as fast; for small ones TensorFlow's operations take longer.
+    # FarmHash64, four times as fast; TensorFlow's operations take longer for small values.
     (digest,) = tf.fingerprint(tf.reshape(value, [1, -1])).numpy()
     return int.from_bytes(digest.tobytes(), "little")
 

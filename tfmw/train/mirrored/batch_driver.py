@@ -1,13 +1,13 @@
-"""Steps of a loop of the user's own: one batch a call, on all replicas.
+"""Steps of a user-written loop: one batch per call, on all replicas.
 
     batches = BatchDriver(model, strategy)
     logs = batches.step("train", (x, y, None))      # the same batch on every task
 
 A step is one traced function. At its end metrics, moving averages and seeds are equal on all
-replicas, so that between two calls the model is an ordinary one, which a loop may read, save and
-change. Before each step tasks sum a few numbers, whose size is always the same: the kind and shape
-of the batch, samples of its values and of one variable. They show if tasks differ, before a task
-waits in a collective that others do not enter, and before any weight changes.
+replicas. So between two calls the model is an ordinary one, which a loop may read, save and change.
+Before each step tasks sum a few numbers, whose size is always the same: the kind and shape of the
+batch, samples of its values and of one variable. The sums show differences between tasks before a
+task waits in a collective that others do not enter, and before any weight changes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from tfmw.train.mirrored.replicas import new_function
 from tfmw.train.mirrored.sync_driver import StepKind, SyncDriver
 from tfmw.train.mirrored.synchronization import EachStep
 
-_training_steps = itertools.count(1)  # of all models of a loop
+_training_steps = itertools.count(1)  # number of steps of all models of a loop
 
 _SAMPLES = 16  # values of a batch, and of a variable, that tasks compare in a step
-_TOLERANCE = 1e-5  # relative variance: the processors of hosts may round differently
+_TOLERANCE = 1e-5  # relative variance, as processors of hosts may round differently
 _PIECES = 4  # bytes of a checksum
 
 
 class BatchDriver:
-    """Steps of one model, a batch a call.
+    """Steps of one model, with a batch per call.
 
     Args:
-        model: compiled and built.
+        model: a compiled and built model.
         strategy: a synchronous strategy.
     """
 
@@ -76,7 +76,8 @@ class BatchDriver:
             for replica in sharding.local
         )
         examples = tf.constant(total, tf.int64)
-        # Of the whole batch: parts of one task may have the shapes of an earlier call.
+        # The structure of the whole batch: shards of one task may have the shapes of an earlier
+        # call.
         key = (
             StepKind(kind, uneven),
             str(tf.nest.map_structure(tf.type_spec_from_value, batch)),
@@ -95,7 +96,7 @@ class BatchDriver:
 
     @contextlib.contextmanager
     def _step_of(self, key: tuple[StepKind, str], *arguments: Any) -> Iterator[Callable[..., Any]]:
-        """The function of a step, traced, and a context in which the model is placed."""
+        """Traced function of a step, and a context in which the model is placed."""
         kind = key[0]
         if self._model.run_eagerly:
             with self._driver as driver:
@@ -112,7 +113,7 @@ class BatchDriver:
                 function.get_concrete_function(*arguments)
                 if driver.exchanges_are_complete():
                     self._functions[key] = function
-        # Variables of one replica stay where they are; copies of several get the values of now.
+        # Variables of a single replica stay in place; copies of several get the current values.
         copies = self._driver.copies
         placed = placement.placed(self._model, self._strategy, copies, seeds_vary=False)
         lost_peer_named = self._driver.replicas.lost_peer_named()
@@ -120,7 +121,7 @@ class BatchDriver:
             yield self._functions[key]
 
     def _whole_step(self, driver: SyncDriver, kind: StepKind) -> Callable[..., Any]:
-        """A step after which the state of all replicas is equal.
+        """Step after which the state of all replicas is equal.
 
         Metrics then have the values of the whole batch, moving averages their mean, and seeds do
         not depend on the replica.
@@ -164,10 +165,10 @@ class BatchDriver:
         return replicas.first_result(replicas.strategy.run(summed))
 
     def _refuse_differences(self, key: tuple[Any, ...], batch: Any) -> None:
-        """Raises UsageError on all tasks if a batch, or a variable, is not the same on all."""
+        """Raises UsageError on all tasks if a batch, or a variable, differs between them."""
         variable = self._variables[self._steps % len(self._variables)]
         count = self._sharding.workers
-        # Before a trace variables may differ: it sets them to the chief's values.
+        # Variables may differ before a trace, which sets them to the chief's values.
         traced = key in self._functions
         local = placement.local_copies(self._strategy, variable)[0].read_value() if traced else 0.0
         call = zlib.crc32(repr((*key, traced)).encode())
@@ -190,7 +191,7 @@ class BatchDriver:
 
 
 def _examples(batch: Any) -> int:
-    """The number of examples, the same in each tensor of a batch."""
+    """Number of examples, which is the same in each tensor of a batch."""
     leaves = [t for t in tf.nest.flatten(batch) if t is not None]
     for leaf in leaves:
         if not tf.is_tensor(leaf) and not np.shape(leaf):
@@ -208,7 +209,7 @@ def _examples(batch: Any) -> int:
 
 
 def _rows(tensor: Any, replica: int, sharding: data.Sharding) -> Any:
-    """Rows of one replica: example j is replica j mod R's, and the first one of a spare replica."""
+    """Rows of one replica: example j is replica j mod R's; a spare replica gets the first."""
     if sharding.replicas == 1:
         return tf.convert_to_tensor(tensor) if isinstance(tensor, np.ndarray) else tensor
     if isinstance(tensor, tf.SparseTensor):
@@ -219,10 +220,10 @@ def _rows(tensor: Any, replica: int, sharding: data.Sharding) -> Any:
 
 
 def _sampled(values: Any, step: int, checksum: int = 0) -> list[float]:
-    """Some values of a structure, others in each step.
+    """Some values of a structure, which differ from step to step.
 
     Returns:
-        The bytes of a checksum, continued over integers and texts, and `_SAMPLES` real values.
+        The bytes of a checksum over integers and texts, and `_SAMPLES` real values.
     """
     leaves = [t for t in tf.nest.flatten(values, expand_composites=True) if t is not None]
     arrays = [view_of(t) if tf.is_tensor(t) else np.asarray(t) for t in leaves]
@@ -247,7 +248,7 @@ def differing(total: np.ndarray, squares: np.ndarray, count: int) -> list[bool]:
         squares: float64 [n], the sums of their squares.
         count: number of tasks.
     """
-    variance = count * squares - total * total  # of one task that is off by x: about x**2 * count
+    variance = count * squares - total * total  # if one task is off by x, about x**2 * count
     allowed = _TOLERANCE * squares
     each: np.ndarray = np.arange(len(total)) % (_PIECES + _SAMPLES)
     differs = variance > np.where(each < _PIECES, 0, allowed)

@@ -1,4 +1,4 @@
-"""The driver of a call: the previous call's, with its traced steps, while they are valid.
+"""Driver of a call: the previous call's, with its traced steps, while they are valid.
 
     with cached_driver(model, EachStep(strategy)) as driver:
         driver.run_steps("test", ...)
@@ -8,7 +8,7 @@ trace each time. So a model keeps the driver of its last call, as Keras keeps it
 
 A trace is valid as long as Keras's would be: until the next `compile`, or until layers or variables
 are other objects. A changed attribute, such as a dropout rate, has no effect before `compile`. Only
-`trainable` has, at the next call: variables are placed by it.
+`trainable` has an effect, at the next call, because the placement of variables depends on it.
 
 With several replicas in this process the traces use copies of the variables, which stay with the
 driver. Between calls their memory is free.
@@ -34,10 +34,10 @@ _MOST_KEPT = 2  # one for training and one for evaluation, if precision or compr
 
 
 class _CachedDriver(NamedTuple):
-    """A driver, and the objects and settings that its traces depend on."""
+    """A driver, and the objects and settings on which its traces depend."""
 
-    parts: list[Any]  # must be the same objects; with others the driver is never valid again
-    settings: list[Any]  # of the model and of the call, compared by value
+    parts: list[Any]  # must be the same objects; a driver with others never becomes valid again
+    settings: list[Any]  # settings of the model and of the call, compared by value
     driver: SyncDriver
 
 
@@ -52,7 +52,7 @@ def cached_driver(model: keras.Model, sync: Any) -> Iterator[SyncDriver]:
 
     Args:
         sync: an `EachStep`. If its `shard_optimizer` is None, the call updates nothing, and a
-            driver of any choice serves.
+            driver with any choice is valid.
     """
     strategy = sync.strategy
     layers, variables = models.layers_of(model), placement.all_variables(model)
@@ -100,7 +100,7 @@ def cached_driver(model: keras.Model, sync: Any) -> Iterator[SyncDriver]:
         with driver:
             yield driver
     finally:
-        kept.drivers = ()  # of nested calls
+        kept.drivers = ()  # drivers of nested calls
     parts[-1] = models.unseeded_state()  # exists from the first draw on
     for i in set(driver.copies) - {id(v) for v in [*variables, parts[-1]]}:
         del driver.copies[i]

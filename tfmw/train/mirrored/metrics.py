@@ -38,9 +38,9 @@ class ReplicaMetrics:
     _traces: Traces
 
     def __post_init__(self) -> None:
-        self.signals: list[float] = []  # sums over tasks of those in the last `result`
+        self.signals: list[float] = []  # sums over tasks of the signals in the last `result`
         self._logs: dict[str, StepLogs] = {}
-        # id of a metric's variable -> how values of replicas are combined
+        # id of a metric's variable -> combination of the replicas' values
         self._combined: dict[int, str] = {}
         self._initial: dict[int, np.ndarray] | None = None
 
@@ -51,7 +51,7 @@ class ReplicaMetrics:
     def note_update(self, variable: Any, value: Any) -> Any:
         """Records how replicas' values of a metric's variable are combined, from its update.
 
-        Returns what the replica assigns.
+        Returns the value that the replica assigns.
         """
         if self._replicas.count == 1:
             return value
@@ -75,7 +75,7 @@ class ReplicaMetrics:
         if self._initial is None:
             self._initial = {}
             for variable in metric_variables(self._model):
-                # A variable made in the scope of the user's own strategy is no array.
+                # A variable created in the scope of the user's own strategy is no array.
                 value = placement.local_copies(self._replicas.strategy, variable)[0].numpy()
                 if value.any():
                     self._initial[id(variable)] = value
@@ -87,7 +87,7 @@ class ReplicaMetrics:
 
         Args:
             kind: "train" or "test".
-            signals: of this task; afterwards `self.signals` is their sum over tasks.
+            signals: signals of this task; afterwards `self.signals` is their sum over tasks.
 
         Returns:
             Name -> value, with the names of the model's step.
@@ -109,13 +109,13 @@ class ReplicaMetrics:
         return python_logs(values)
 
     def of_batch(self, kind: str) -> dict[str, Any]:
-        """Logs of the step traced before; metrics become equal on all replicas."""
+        """Logs of the last traced step; metrics become equal on all replicas."""
         return self._compute(self.logs(kind), tf.zeros([0]), share=True)[0]
 
     def _compute(
         self, logs: StepLogs, local_signals: tf.Tensor, share: bool = False
     ) -> tuple[dict[str, Any], tf.Tensor]:
-        """(logs over all replicas, sums of signals). In a cross-replica context.
+        """(logs over all replicas, sums of signals); called in a cross-replica context.
 
         Args:
             share: whether replicas assign the combined values to their metrics.
@@ -149,14 +149,14 @@ class ReplicaMetrics:
     def _combine(self, variables: list[Any], values: list[Any]) -> list[Any]:
         """Values of metric variables over all replicas, and the sums of all other values.
 
-        In a replica context.
+        Called in a replica context.
         """
         count = self._replicas.count
         how = [self._combined.get(id(v), "sum") for v in variables]
         extremes = [i for i, h in enumerate(how) if h != "sum"]
         spread = list(values)
         for i in extremes:
-            # The sum of these rows has the values of all replicas.
+            # the sum of these rows over replicas has the values of all replicas
             spread[i] = self._replicas.own_row(values[i])
         out = self._replicas.sum(spread)
         for i in extremes:
@@ -177,7 +177,8 @@ class ReplicaState:
     _model: keras.Model
     _replicas: Replicas
     _traces: Traces
-    assigned: list[Any] | None = None  # by training steps; None until one has been traced
+    # variables assigned by training steps; None if none has been traced yet
+    assigned: list[Any] | None = None
     exchanged: frozenset[int] = frozenset()  # see `Exchanges.variables`
 
     def all_variables(self) -> list[Any]:
@@ -187,7 +188,7 @@ class ReplicaState:
         ]
 
     def variables(self) -> list[Any]:
-        """The variables that a step updates; before the first trace, those that it may update."""
+        """The variables that a step updates; before the first trace, all that it may update."""
         state = [v for v in self.all_variables() if id(v) not in self.exchanged]
         if self.assigned is None:
             return state
@@ -212,7 +213,7 @@ class ReplicaState:
             average()
 
     def average_on_replica(self, variables: list[Any]) -> None:
-        """Sets variables to their mean over replicas. In a replica context."""
+        """Sets variables to their mean over replicas; called in a replica context."""
         values = [tf.identity(models.native(v).read_value()) for v in variables]
         for variable, total in zip(variables, self._replicas.sum(values), strict=True):
             mean = total / tf.cast(self._replicas.count, total.dtype)
@@ -274,11 +275,11 @@ class StepLogs:
     """The logs that a step returns: all names in its order, and metrics or values by name."""
 
     names: list[str] = dataclasses.field(default_factory=list)
-    # The metric whose result the log is, or the metric's variable that the log is; or the last
-    # value on each local replica of another log.
+    # Name of a log -> the metric whose result it is, or a variable of a metric; or the last value
+    # on each local replica of another log.
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     raw: dict[str, list[tf.Variable]] = dataclasses.field(default_factory=dict)
-    # The function of results of these metrics that another log is.
+    # Name of a log -> (function, metrics), if it is a function of metrics' results.
     derived: dict[str, tuple[Callable[..., Any], list[Any]]] = dataclasses.field(
         default_factory=dict
     )
@@ -293,11 +294,11 @@ class StepLogs:
         """Records the logs that a step returned.
 
         Args:
-            returned: by the step, on one replica.
+            returned: logs that the step returned on one replica.
             noted: results of metrics within the step; None for Keras's own steps and logs, which
                 are metrics only.
             local: the index of this process's replica.
-            weight: of the replica in the global batch; None with a single replica.
+            weight: weight of the replica in the global batch; None with a single replica.
         """
         if not isinstance(returned, dict):
             raise UsageError(
@@ -342,10 +343,10 @@ class StepLogs:
             copies[local].assign(value)
 
     def results(self, model: keras.Model) -> dict[str, Any]:
-        """Name -> result of a metric, for every log that is one.
+        """Name -> result of a metric, for every log that is a metric's.
 
-        Metrics may return a variable of theirs. It has the value of all replicas only here, within
-        Keras's stateless scope.
+        Metrics may return one of their variables, which has the value of all replicas only here,
+        within Keras's stateless scope.
         """
         results = dict(model.get_metrics_result())
         for name, metric in self.metrics.items():

@@ -1,4 +1,4 @@
-"""One pass over data: `tfmw.evaluate`, `tfmw.predict`, and the validation of `fit`."""
+"""One pass over data, in `tfmw.evaluate`, `tfmw.predict`, and the validation of `fit`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def validate_here(
     signals: ValidationSignals | None = None,
 ) -> dict[str, Any]:
     """Evaluates on the validation data in this process only; returns the logs."""
-    del callbacks  # none runs around batches of a validation beside parameter servers
+    del callbacks  # none runs around batches of a validation on parameter servers
     here = OnePass(model, "default", splits=True)
     logs: dict[str, Any] = here.logs(**_of_validation(arguments), verbose=0, signals=signals)
     return logs
@@ -106,10 +106,10 @@ def validate_as_user(
     callback_list: Any = None,
     signals: ValidationSignals | None = None,
 ) -> dict[str, Any]:
-    """Validates as Keras's fit does: by `model.evaluate`, which the model's class overrides."""
+    """Validates as Keras's fit does, by `model.evaluate`, which the model's class may override."""
     model = context.model
     one_pass = OnePass(model, context.strategy, arguments.split_batch)
-    unplaced = contextlib.ExitStack()  # while code of the user's runs
+    unplaced = contextlib.ExitStack()  # entered while the user's code runs
 
     def enter() -> None:
         if unplaced_model is not None:
@@ -131,6 +131,7 @@ def validate_as_user(
             **_of_validation(arguments),
             callbacks=getattr(callback_list, "of_keras", callback_list),
             return_dict=True,
-            _use_cached_eval_dataset=True,  # of `fit`, already: Keras ignores x, y and weights
+            # `fit` has set it already: Keras ignores x, y and weights
+            _use_cached_eval_dataset=True,
         )
     return logs

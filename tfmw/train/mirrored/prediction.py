@@ -18,13 +18,13 @@ from tfmw.train.mirrored.replicas import Replicas
 from tfmw.train.mirrored.step_loops import step_loop
 from tfmw.train.mirrored.sync_driver import SyncDriver
 
-Rows = list[list[Any]]  # examples of each step and local replica
+Rows = list[list[Any]]  # indices of the examples of each step and local replica
 
 
 def prediction_step(
     model: keras.Model, replicas: Replicas, split: bool = True
 ) -> Callable[..., Any]:
-    """A function (*element of a `data.Shard`) -> (outputs, rows) on each replica."""
+    """Creates a function (*element of a `data.Shard`) -> (outputs, rows) on each replica."""
 
     def on_replica(parts: Any, counts: Any) -> Any:
         local = replicas.local_index()
@@ -43,15 +43,15 @@ def prediction_step(
 def prediction_loop(
     step: Any, replicas: Replicas, iterator: Any
 ) -> Callable[[Any, tf.Tensor], Any] | None:
-    """A function, to be traced, of several prediction steps.
+    """Creates a function, to be traced, of several prediction steps.
 
     Args:
         step: a traced `prediction_step`.
-        iterator: over the dataset of a `data.Shard`.
+        iterator: iterator over the dataset of a `data.Shard`.
 
     Returns:
         A function (iterator, int64 [] most steps) -> (steps done, int64 []; the model's outputs of
-        all steps, one after the other; rows of each step). None where they cannot be joined: ragged
+        all steps, concatenated; rows of each step). None if outputs cannot be concatenated: ragged
         and sparse outputs, inner dimensions that may change, several local replicas.
     """
     if replicas.local > 1:
@@ -66,7 +66,7 @@ def prediction_loop(
     def one_step(*element: Any) -> Any:
         flat = tf.nest.flatten(step(*element), expand_composites=False)
         found = tf.constant(1, tf.int64)
-        if len(element) == 3:  # a step without examples: other workers have some
+        if len(element) == 3:  # a step without examples, of which other workers have some
             found = tf.cast((element[2] >= 0) | tf.reduce_any(element[1] > 0), tf.int64)
         return found, [replicas.first_result(t) for t in flat]
 
@@ -79,7 +79,7 @@ def prediction_loop(
 
 
 def _is_joined(output: Any) -> bool:
-    """Whether outputs of several steps make one tensor."""
+    """Whether outputs of several steps can be concatenated."""
     return (
         isinstance(output, tf.Tensor | tf.TensorSpec)
         and bool(output.shape.rank)
@@ -91,15 +91,15 @@ class Predictions:
     """The predictions of a pass over the dataset of a `data.Shard`, collected call by call.
 
     Args:
-        driver: in whose context the model is placed.
-        iterator: over that dataset.
+        driver: driver in whose context the model is placed.
+        iterator: iterator over that dataset.
     """
 
     def __init__(self, driver: SyncDriver, iterator: Any):
         self._driver = driver
         self._replicas = driver.replicas
         self._iterator = iterator
-        # Of each call: rows, and flat outputs of each local replica in each step or of all steps.
+        # Per call: rows, and flat outputs of each local replica in each step or of all steps.
         self._calls: list[tuple[Rows, list[list[Any]]]] = []
         self._structure: Any = None
         steps: Any = prediction_step(driver.model, driver.replicas, driver.splits), None
@@ -109,15 +109,15 @@ class Predictions:
         self._step, self._loop = steps
 
     def _traced(self, step: Callable[..., Any]) -> Any:
-        """(The traced step; the traced loop of several steps, if there is one)."""
+        """(traced step, traced loop of several steps if there is one)."""
         traced = self._driver.traces.function(step, reduce_retracing=True)
         loop = prediction_loop(traced, self._replicas, self._iterator)
         return traced, loop and self._driver.traces.function(loop, reduce_retracing=True)
 
     def extend(self, max_steps: int) -> int:
-        """Predicts up to `max_steps` global batches; returns how many there were.
+        """Predicts up to `max_steps` global batches; returns the number of batches.
 
-        No collective: workers with parts of other lengths call it more often than others.
+        This is no collective: workers may call it a different number of times.
         """
         rows: Rows = []
         outputs: list[list[Any]] = []
@@ -149,7 +149,7 @@ class Predictions:
         A collective: all workers enter it.
 
         Args:
-            of_last_call: only those of the last `extend`.
+            of_last_call: whether to return only those of the last `extend`.
         """
         replicas = self._replicas
         calls = self._calls[-1:] if of_last_call else self._calls
@@ -175,14 +175,15 @@ class Predictions:
 
 
 def _order(all_rows: list[np.ndarray], local: int, leaf: int | None) -> np.ndarray:
-    """The place of each example in the predictions of all workers, one worker after the other.
+    """Position of each example in the concatenated predictions of all workers.
 
     Example j of a batch belongs to replica j mod R.
 
     Args:
-        all_rows: of each worker, int64 [steps, local] or [steps, local, leaves].
-        local: replicas of each worker.
-        leaf: of the outputs, if replicas have whole batches in turn, with rows for each of them.
+        all_rows: per worker, int64 [steps, local] or [steps, local, leaves].
+        local: number of replicas of each worker.
+        leaf: index of the output, if replicas have whole batches in turn, with rows for each
+        output.
 
     Returns:
         int64 [examples], in the order of the dataset.
@@ -193,7 +194,8 @@ def _order(all_rows: list[np.ndarray], local: int, leaf: int | None) -> np.ndarr
     by_worker: np.ndarray = np.zeros([len(all_rows), steps, local], np.int64)
     for worker, rows in enumerate(all_rows):
         by_worker[worker, : len(rows)] = rows
-    # A piece: the rows of a step and replica. Where it begins in the predictions of all workers.
+    # A piece has the rows of a step and replica. This is its start in the predictions of all
+    # workers.
     begins = np.cumsum(by_worker).reshape(by_worker.shape) - by_worker
     begins, counts = (
         np.moveaxis(each, 0, 1).reshape([steps, replicas]) for each in (begins, by_worker)
@@ -202,7 +204,7 @@ def _order(all_rows: list[np.ndarray], local: int, leaf: int | None) -> np.ndarr
     dealt: np.ndarray = np.zeros([steps], bool)
     if leaf is None:
         dealt = (counts == -(-(totals[:, None] - np.arange(replicas)) // replicas)).all(axis=1)
-    # With dataset functions and whole batches: the examples of one replica after another's.
+    # With dataset functions and whole batches, the examples of one replica follow another's.
     step, place = _within(totals)
     piece, row = _within(counts.ravel())
     return np.where(
@@ -213,18 +215,18 @@ def _order(all_rows: list[np.ndarray], local: int, leaf: int | None) -> np.ndarr
 
 
 def _within(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each row of consecutive groups: the index of its group, and its place in the group."""
+    """(index of its group, position in the group) for each row of consecutive groups."""
     group: np.ndarray = np.repeat(np.arange(len(lengths)), lengths)
     return group, np.arange(len(group)) - (np.cumsum(lengths) - lengths)[group]
 
 
 def _in_order(replicas: Replicas, pieces: list[Any], order: np.ndarray) -> Any:
-    """One array of the pieces of all steps and replicas; see `_order`.
+    """Concatenates the pieces of all steps and replicas into one array; see `_order`.
 
-    Ragged and sparse pieces make a tensor of that kind. Dense ones whose shapes change from step
-    to step make a ragged one, as in Keras.
+    Ragged and sparse pieces result in a tensor of that kind. Dense pieces whose shapes change from
+    step to step result in a ragged one, as in Keras.
     """
-    local_kinds = sorted({_kind(piece) for piece in pieces})[-2:]  # names of types are the last
+    local_kinds = sorted({_kind(piece) for piece in pieces})[-2:]  # names of types come last
     kinds = {kind for each in replicas.group.from_all(local_kinds) for kind in each}
     if "SparseTensor" in kinds:
         return gather_rows(_all_sparse(replicas, pieces), tf.constant(order, tf.int64))
@@ -235,14 +237,14 @@ def _in_order(replicas: Replicas, pieces: list[Any], order: np.ndarray) -> Any:
 
 
 def _kind(piece: Any) -> str:
-    """The type of a piece and its dimensions but the first: pieces of one kind make an array."""
+    """Type of a piece and its inner dimensions; pieces of one kind can be concatenated."""
     if isinstance(piece, (tf.RaggedTensor, tf.SparseTensor)):
         return type(piece).__name__
     return str(tuple(piece.shape[1:]))
 
 
 def _all_ragged(replicas: Replicas, pieces: list[Any]) -> tf.RaggedTensor:
-    """The rows of all workers' pieces, ragged or dense, one worker's after the other's."""
+    """The rows of all workers' pieces, ragged or dense, concatenated by worker."""
     # Keras keeps inner dimensions that never change uniform; here all but the last are ragged.
     ragged = [
         piece
@@ -257,14 +259,14 @@ def _all_ragged(replicas: Replicas, pieces: list[Any]) -> tf.RaggedTensor:
         values = joined.flat_values.numpy()
         lengths = [each.numpy() for each in joined.nested_row_lengths()]
     for _ in range(max(replicas.group.from_all(len(lengths))) - len(lengths)):
-        lengths.append(np.zeros([0], np.int64))  # of a worker without pieces
+        lengths.append(np.zeros([0], np.int64))  # for a worker without pieces
     return tf.RaggedTensor.from_nested_row_lengths(
         _all_rows(replicas, values), [_all_rows(replicas, each) for each in lengths]
     )
 
 
 def _all_sparse(replicas: Replicas, pieces: list[tf.SparseTensor]) -> tf.SparseTensor:
-    """The rows of all workers' pieces, one worker's after the other's."""
+    """The rows of all workers' pieces, concatenated by worker."""
     group = replicas.group
     values: np.ndarray = np.zeros([0])
     indices: np.ndarray = np.zeros([0, 0], np.int64)
@@ -273,7 +275,7 @@ def _all_sparse(replicas: Replicas, pieces: list[tf.SparseTensor]) -> tf.SparseT
         joined = tf.sparse.concat(0, pieces, expand_nonconcat_dims=True)
         values, indices = joined.values.numpy(), joined.indices.numpy()
         shape = joined.dense_shape.numpy().tolist()
-    all_shapes = group.from_all(shape)  # [] of a worker without pieces
+    all_shapes = group.from_all(shape)  # a worker without pieces has []
     shapes = [each for each in all_shapes if each]
     earlier = sum(each[0] for each in all_shapes[: group.rank] if each)
     indices = indices + np.eye(1, indices.shape[1], dtype=np.int64) * earlier
@@ -285,7 +287,7 @@ def _all_sparse(replicas: Replicas, pieces: list[tf.SparseTensor]) -> tf.SparseT
 
 
 def _all_rows(replicas: Replicas, local: np.ndarray) -> np.ndarray:
-    """The rows of all workers' arrays, one worker's after the other's."""
+    """The rows of all workers' arrays, concatenated by worker."""
     group = replicas.group
     if group.size == 1:
         return local
@@ -297,7 +299,7 @@ def _all_rows(replicas: Replicas, local: np.ndarray) -> np.ndarray:
         return _all_strings(replicas, local, shape)
     dtype = tf.as_dtype(name)
     numpy_dtype, transport = dtype.as_numpy_dtype, replicas.transport
-    # In bytes; a worker's are the part of its first replica.
+    # in bytes; a worker's shard belongs to its first replica
     lengths = [0] * replicas.count
     numbers = [transport.part_number(rank) for rank in range(0, replicas.count, replicas.local)]
     for number, size in zip(numbers, sizes, strict=True):

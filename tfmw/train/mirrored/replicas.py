@@ -1,4 +1,4 @@
-"""The replicas of a strategy, those of this process, and the functions traced for them."""
+"""Replicas of a strategy, those of this process, and the functions traced for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Replicas:
 
     Args:
         strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
-        transport: between its replicas.
+        transport: transport between its replicas.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, transport: Transport):
@@ -52,7 +52,7 @@ class Replicas:
         return self.sharding.local_replicas
 
     def local_index(self) -> int:
-        """See `local_index`."""
+        """Index of the running replica among this process's; see `local_index`."""
         return local_index(self.strategy)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -70,7 +70,7 @@ class Replicas:
             ) from None
 
     def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums over all replicas, one reduction per carrier dtype. In a replica context."""
+        """Sums over all replicas, one reduction per wire dtype; called in a replica context."""
         return in_packs(values, self.transport.summed)
 
     @contextlib.contextmanager
@@ -93,7 +93,7 @@ class Replicas:
         """Adds a hint to the errors of a step that partial batches may cause.
 
         Args:
-            splits: whether each replica has a part of the batch.
+            splits: whether each replica has a shard of the batch.
         """
         try:
             with self.lost_peer_named():
@@ -133,16 +133,16 @@ class Replicas:
                 ring.timeout_s = limit_s
 
     def own_row(self, value: tf.Tensor) -> tf.Tensor:
-        """[replicas, ...]: the value in the row of this replica, and zeros in the others.
+        """[replicas, ...]: the value in the row of this replica, and zeros in the other rows.
 
-        The sum over replicas has the values of all. In a replica context.
+        The sum over replicas has the values of all replicas. Called in a replica context.
         """
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         numbers = tf.reshape(tf.range(self.count), [-1] + [1] * value.shape.rank)
         return tf.where(numbers == replica, value[None], tf.zeros_like(value)[None])
 
     def rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """[replicas, ...], the values of all replicas, of each value. In a replica context."""
+        """[replicas, ...], all replicas' values of each value; called in a replica context."""
         rows = [self.own_row(value) for value in values]
         return self.sum(rows) if self.count > 1 else rows
 
@@ -152,12 +152,12 @@ class Replicas:
         return results
 
     def first_result(self, value: Any) -> Any:
-        """The value on this process's first replica: for values that are the same on all."""
+        """The value on this process's first replica, for values that are the same on all."""
         return self.local_results(value)[0]
 
 
 def local_index(strategy: tf.distribute.Strategy) -> int:
-    """The index of the running replica among this process's. In a replica context."""
+    """Index of the running replica among this process's; called in a replica context."""
     if placement.local_replicas(strategy) == 1:
         return 0
     replica = tf.distribute.get_replica_context()
@@ -166,9 +166,9 @@ def local_index(strategy: tf.distribute.Strategy) -> int:
 
 
 def wire_dtype_of(dtype: tf.DType) -> tf.DType:
-    """The dtype in which values of `dtype` are sent unchanged: collectives support only a few.
+    """The dtype in which values of `dtype` are sent unchanged, as collectives support only a few.
 
-    Complex ones are sent as pairs of their parts.
+    Complex values are sent as pairs of their parts.
     """
     if dtype.is_complex:
         dtype = dtype.real_dtype
@@ -180,7 +180,7 @@ def wire_dtype_of(dtype: tf.DType) -> tf.DType:
 def in_packs(
     values: Sequence[tf.Tensor], exchange: Callable[[tf.Tensor], tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Calls a collective on one flat tensor per carrier dtype, instead of on each value.
+    """Calls a collective on one flat tensor per wire dtype, instead of on each value.
 
     Args:
         values: the same shapes and dtypes on all replicas.
@@ -206,14 +206,14 @@ def _carried(value: tf.Tensor, carrier: tf.DType) -> tf.Tensor:
 
 
 def flattened(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """[n], the elements of all values, without a copy for one alone."""
-    row = tf.constant([-1])  # one for all: every op takes time to trace and to compile
+    """[n], the elements of all values; a single value is not copied."""
+    row = tf.constant([-1])  # one constant for all, as every op takes time to trace and to compile
     flat = [value if value.shape.rank == 1 else tf.reshape(value, row) for value in values]
     return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
 
 
 def split(flat: tf.Tensor, sizes: Sequence[Any]) -> list[tf.Tensor]:
-    """[n] -> one [size] for each of `sizes`, without a copy for one alone."""
+    """[n] -> one [size] for each of `sizes`; a single one is not copied."""
     if len(sizes) < 2:
         return [flat][: len(sizes)]
     parts: list[tf.Tensor] = tf.split(flat, sizes, num=len(sizes))
@@ -258,6 +258,6 @@ def new_function(function: Callable[..., Any], **options: Any) -> Any:
     """A `tf.function` of one driver.
 
     TensorFlow warns if the same code is traced often, but each driver must trace its own copy. A
-    partial of each driver's own is counted separately.
+    separate `functools.partial` for each driver is counted separately.
     """
     return tf.function(functools.partial(function), autograph=False, **options)

@@ -1,7 +1,7 @@
-"""The division of an optimizer's update among replicas, and its slots put together again.
+"""Plan of a sharded optimizer update, and gathering of its slots.
 
 packs = divided(optimizer, transport, grads, variables)
-plan = ShardPlan(optimizer, transport, packs)       # takes this process's parts of the slots
+plan = ShardPlan(optimizer, transport, packs)       # takes this process's shards of the slots
 plan.gather_slots(keep=True)                        # all of them, in the optimizer
 """
 
@@ -22,7 +22,7 @@ from tfmw.train.mirrored.collectives.all_reduce import even_cuts
 from tfmw.train.mirrored.collectives.reduction import Pack
 from tfmw.train.mirrored.collectives.transports import Transport, packs_of
 
-# What TensorFlow's collectives gather. Variables of other types are updated on every replica.
+# Types that TensorFlow's collectives gather. Variables of other types are updated on every replica.
 _GATHERED = (tf.float16, tf.float32, tf.float64)
 
 
@@ -67,7 +67,7 @@ def divided(
 
 
 def _elements_in(sizes: dict[int, int], begin: int, end: int) -> list[tuple[int, slice]]:
-    """(index, elements) of the flattened variables that have some between these places."""
+    """(index, elements) of the flattened variables that have elements in this range."""
     found, start = [], 0
     for index, size in sizes.items():
         first, last = max(begin - start, 0), min(end - start, size)
@@ -80,9 +80,10 @@ def _elements_in(sizes: dict[int, int], begin: int, end: int) -> list[tuple[int,
 def _whole_variables(
     sizes: dict[int, int], loads: list[int], transport: Transport
 ) -> tuple[dict[int, int], list[int]]:
-    """(sizes in the order of a pack, its cuts), which are between variables.
+    """(sizes in the order of a bucket, its cuts), with cuts between variables only.
 
-    Each variable, large ones first, goes to the worker with least elements so far: `loads`.
+    Each variable, large ones first, is assigned to the worker with the fewest elements so far
+    (`loads`).
     """
     loads = list(loads)
     parts: list[list[int]] = [[] for _ in loads]
@@ -96,19 +97,20 @@ def _whole_variables(
 
 
 class ShardPlan:
-    """The division of an update among replicas, made while the first step is traced.
+    """Division of an update among replicas, made while the first step is traced.
 
     Args:
-        optimizer: built.
-        transport: of the gradients.
-        packs: variables whose gradients travel together, cut into parts.
+        optimizer: a built optimizer.
+        transport: transport of the gradients.
+        packs: buckets of variables whose gradients are sent together, cut into shards.
     """
 
     def __init__(self, optimizer: Any, transport: Transport, packs: Sequence[Pack]):
         self.packs = packs
-        self.indices = {index for pack in packs for index in pack.sizes}  # of sharded variables
+        # indices of sharded variables
+        self.indices = {index for pack in packs for index in pack.sizes}
         self._transport = transport
-        self.parts = [  # of this process's replicas
+        self.parts = [  # shards of this process's replicas
             OptimizerPart(optimizer, self._own(rank), self.indices, replica)
             for replica, rank in enumerate(transport.ranks)
         ]
@@ -121,14 +123,14 @@ class ShardPlan:
             for index, part in pack.parts[rank]
         }
 
-    # Pack by pack, and each in the memory in which it came: that takes least of it.
+    # Bucket by bucket, each in the memory in which it arrived, which takes least memory.
 
     def gather_slots(self, keep: bool, free: bool = False) -> None:
-        """Gathers the parts of all slots. All workers call it.
+        """Gathers the shards of all slots. All workers must call it.
 
         Args:
-            keep: whether this process puts them into the optimizer.
-            free: whether it then frees its parts.
+            keep: whether this process stores them in the optimizer.
+            free: whether it then frees its shards.
         """
         for name, slots in self.parts[0].slots:
             for pack in self.packs:
@@ -152,12 +154,12 @@ class ShardPlan:
                             part.free_slot(name, index)
 
     def _cuts_in_bytes(self, slots: list[Any], pack: Pack) -> list[int]:
-        """The bytes of a pack's slots, one after the other, cut into a part for each replica."""
+        """Cuts, in bytes, of a bucket's concatenated slots into a shard for each replica."""
         sizes = [0] * self._transport.size
         for rank, part in enumerate(pack.parts):
             for index, elements in part:
                 if slots[index] is not None:
-                    # Where a variable is cut, its slots are of its shape.
+                    # A variable that is cut has slots of its own shape.
                     whole = optimizer_part.bytes_of(slots[index])
                     share = whole * (elements.stop - elements.start) // pack.sizes[index]
                     sizes[self._transport.part_number(rank)] += share
@@ -181,6 +183,6 @@ class ShardPlan:
 
 
 def _joined(part: OptimizerPart, name: str, elements: list[tuple[int, slice]]) -> np.ndarray:
-    """uint8 [n], the bytes of a replica's part of a slot of each variable of a pack."""
+    """uint8 [n], the bytes of a replica's shard of a slot of each variable in a bucket."""
     own = [part.slot(name, index) for index, _ in elements]
     return own[0] if len(own) == 1 else np.concatenate([np.zeros([0], np.uint8), *own])

@@ -1,17 +1,17 @@
-"""The update of the weights, sharded over the replicas.
+"""Update of the weights, sharded over the replicas.
 
     update = ShardedUpdate(optimizer, reduction, choice="auto")
     with update.reduced(grads, variables) as (own_grads, own_variables):
         optimizer.apply(own_grads, own_variables)
 
-Without sharding, gradients are summed over all replicas, and each makes the whole update. With it,
-a sum stops half way, where each replica has one part of it; each updates that part, and the parts
-of the weights travel on as the second half of the sum would have. Each has 1/N of the update's
-work and of the optimizer's slots (Xu et al., Automatic Cross-Replica Sharding of Weight Update in
-Data-Parallel Training, 2020; ZeRO stage 1).
+Without sharding, gradients are all-reduced, and each replica makes the whole update. With it,
+gradients are reduce-scattered, so that each replica has one shard of the sum. Each updates that
+shard, and the shards of the weights are all-gathered. Each has 1/N of the update's work and of the
+optimizer's slots. See Xu et al., Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
+Training, 2020, and ZeRO stage 1.
 
-A pack of gradients is cut into parts as the ring cuts it anyway, so the sums are the same to the
-last bit. If an optimizer looks at whole variables, packs are cut between variables.
+A bucket of gradients is cut into shards as the ring cuts it anyway, so the sums are the same to the
+last bit. If an optimizer needs whole variables, buckets are cut between variables.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ _WRITES = (
 """Prefixes of the names of TensorFlow's operations that change a variable."""
 
 SHARD_OPTIMIZER = "TFMW_SHARD_OPTIMIZER"
-"""Environment variable: what "auto" is. "on" is True, "off" is False, "auto" the default."""
+"""Environment variable with the value of "auto": "on" is True, "off" False."""
 
 MIN_BYTES = 8 << 20
-"""Trainable weights below which "auto" shards no update: it saves less than it costs."""
+"""Bytes of trainable weights below which "auto" shards no update, as that costs more."""
 
 
 class Slots(enum.Enum):
     """The place of an optimizer's slots."""
 
     WHOLE = enum.auto()  # in the optimizer's own variables
-    TAKEN = enum.auto()  # in parts, since a step was traced: the optimizer's variables are empty
-    PARTS = enum.auto()  # in parts, as in the call before
-    COPIED = enum.auto()  # in parts, and all in the chief's optimizer until the next step
+    TAKEN = enum.auto()  # in shards, since a step was traced: the optimizer's variables are empty
+    PARTS = enum.auto()  # in shards, as in the previous call
+    COPIED = enum.auto()  # in shards, and all in the chief's optimizer until the next step
 
 
 class ShardedUpdate:
@@ -94,10 +94,10 @@ class ShardedUpdate:
         self._index = {id(v): i for i, v in enumerate(self._variables)}
         self._plan: ShardPlan | None = None
         self._slots = Slots.WHOLE
-        self.weights_stale = False  # whether others than the steps may have assigned to them
+        self.weights_stale = False  # whether code other than the steps may have assigned to them
         self.made = False  # whether any update has been traced
         self._assigned_in_steps = False
-        self.read_between_steps = False  # whether callbacks of this call may look at the optimizer
+        self.read_between_steps = False  # whether callbacks of this call may read the optimizer
         self._refused = self._why_not(eager)
 
     @property
@@ -139,7 +139,7 @@ class ShardedUpdate:
 
     @property
     def description(self) -> str:
-        """One line for people."""
+        """Description in one line, for people."""
         if self.reason is not None:
             return f"on every worker ({self.reason})"
         return f"{_SHARDED} {self._transport.size} {self._transport.of}"
@@ -150,10 +150,10 @@ class ShardedUpdate:
     def reduced(
         self, grads: list[Any], variables: list[Any]
     ) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Sums gradients; within the context the optimizer makes its part of the update.
+        """Sums gradients; within the context the optimizer makes its shard of the update.
 
-        All replicas enter it, with their gradients as in `Reduction` and the Keras variable of
-        each. In a replica context. Yields the gradients and variables to apply.
+        All replicas enter it in a replica context, with their gradients as in `Reduction` and the
+        Keras variable of each. It yields the gradients and variables to apply.
         """
         if self.reason is None and self._plan is None:
             self._make_plan(grads, variables)
@@ -173,7 +173,7 @@ class ShardedUpdate:
         own, rest = self._reduction.own_sums(given, plan.packs, self._transport.ranks[local])
         for index, total in own.items():
             shape = self._variables[index].shape
-            if total.shape.num_elements() == math.prod(shape):  # all of them, in a flat form
+            if total.shape.num_elements() == math.prod(shape):  # all elements, flat
                 own[index] = tf.reshape(total, shape)
         totals, updated = [], []
         for variable, grad in zip(variables, grads, strict=True):
@@ -188,7 +188,7 @@ class ShardedUpdate:
         self._gather_weights(plan, local)
 
     def _refuse_idle(self, plan: ShardPlan, given: dict[int, Any]) -> None:
-        """Raises UsageError on all workers where a replica would have nothing to update."""
+        """Raises UsageError on all workers if a replica would have no variable to update."""
         for rank in range(self._transport.size):
             own = {index for pack in plan.packs for index, _ in pack.parts[rank]}
             if not any(i in own or i not in plan.indices for i in given):
@@ -223,7 +223,7 @@ class ShardedUpdate:
         for pack in plan.packs:
             own = [part.weight(i) for i, _ in pack.parts[rank]] or [tf.zeros([0], pack.dtype)]
             flat = flattened(own)
-            # The memory of the weights before is for the next pack: it must be free by then.
+            # The memory of the earlier weights is for the next bucket, so it must be free by then.
             with tf.control_dependencies(assigned):
                 total = self._transport.gathered(flat, pack.cuts)
             variables = [self._variables[index].value for index in pack.sizes]
@@ -232,11 +232,11 @@ class ShardedUpdate:
             assigned = [tf.no_op() if update is None else update.op for update in updates]
 
     def follows(self, step: Any) -> bool:
-        """Whether a step that was traced follows all that it assigns to weights.
+        """Whether a traced step handles its own assignments to weights correctly.
 
-        A layer may assign to its own weights (keras.layers.SpectralNormalization does), or a user's
-        train_step. This worker's part is a copy, and from now on each update copies it anew. If
-        the result is False, the step must be traced again.
+        A layer may assign to its own weights (as keras.layers.SpectralNormalization does), or a
+        user's train_step. This worker's shard is a copy, so from then on each update copies it
+        again first. If the result is False, the step must be traced again.
         """
         plan = self._plan_in_call
         if plan is None or self._assigned_in_steps:
@@ -249,7 +249,7 @@ class ShardedUpdate:
     # ------------------------------------------------------------ who updates what
 
     def _make_plan(self, grads: list[Any], variables: list[Any]) -> None:
-        """Divides the variables, while the first step is traced: the same on all workers."""
+        """Divides the variables, while the first step is traced, equally on all workers."""
         packs = divided(self.optimizer, self._transport, grads, variables)
         has_part = [any(parts) for parts in zip(*(pack.parts for pack in packs), strict=True)]
         clips = optimizers.global_clipnorm(self.optimizer) is not None
@@ -267,7 +267,7 @@ class ShardedUpdate:
     # ------------------------------------------------------------ between steps
 
     def before_steps(self) -> bool:
-        """Takes this process's parts of the state, where the optimizer has all of it.
+        """Takes this process's shards of the state, if the optimizer has all of it.
 
         Returns whether the optimizer's own slots are empty since the last call.
         """
@@ -285,7 +285,7 @@ class ShardedUpdate:
         return emptied
 
     def restore_whole(self) -> None:
-        """Gives the optimizer the whole state, on all workers. All workers call it."""
+        """Gives the optimizer the whole state, on all workers. All workers must call it."""
         plan = self.parted
         if plan is None:
             return
@@ -296,31 +296,31 @@ class ShardedUpdate:
         self._slots, self.weights_stale = Slots.WHOLE, True
 
     def restore_alone(self) -> None:
-        """The same after an error, where this process has all parts."""
+        """Gives the optimizer the whole state after an error, if this process has all shards."""
         if len(self._transport.ranks) == self._transport.size:
             with contextlib.suppress(Exception):
                 self.restore_whole()
 
     def copy_to_chief(self) -> None:
-        """Gives the chief's optimizer the whole state, until the next step. All workers call it."""
+        """Gives the chief's optimizer the whole state, until the next step; a collective."""
         if self._plan is not None and self._slots in (Slots.TAKEN, Slots.PARTS):
             self._plan.gather_slots(keep=self._transport.ranks[0] == 0)
             self._slots = Slots.COPIED
 
     @property
     def parted(self) -> ShardPlan | None:
-        """The plan by which the slots are in parts; None where the optimizer has all of them."""
+        """Plan of the slots' shards; None if the optimizer has all slots."""
         return None if self._slots is Slots.WHOLE else self._plan
 
     def forget_copy(self) -> None:
-        """Frees the copy that `copy_to_chief` made."""
+        """Frees the copy of `copy_to_chief`."""
         if self._plan is not None and self._slots is Slots.COPIED:
             self._plan.forget_slots()
             self._slots = Slots.PARTS
 
 
 def is_driven(model: Any) -> bool:
-    """Whether a call of fit, evaluate or predict has the model now."""
+    """Whether a call of fit, evaluate or predict is using the model."""
     return bool(kept_with(model).updates)
 
 
@@ -367,7 +367,7 @@ def description(model: Any) -> str:
 
 
 def _environments_choice() -> Any:
-    """True, False or "auto"; raises UsageError for another value."""
+    """The environment's choice: True, False or "auto". Raises UsageError for another value."""
     value = os.environ.get(SHARD_OPTIMIZER, "auto")
     choices = {"auto": "auto", "on": True, "off": False}
     if value not in choices:
@@ -376,7 +376,7 @@ def _environments_choice() -> Any:
 
 
 def _facts(grads: list[Any], scale: Any) -> tf.Tensor:
-    """float64 [2]: how many gradients are not finite, and the sum of squares after unscaling."""
+    """float64 [2]: number of nonfinite gradients, and the sum of squares after unscaling."""
     if not grads:
         return tf.zeros([2], tf.float64)
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads]
@@ -388,14 +388,14 @@ def _facts(grads: list[Any], scale: Any) -> tf.Tensor:
 
 
 def assignments(function: Any) -> Counter[int]:
-    """Operations that change each variable, in the function and in those that it calls.
+    """Number of operations that change each variable, in the function and in those that it calls.
 
     A loop's body counts once, and all branches of a condition count. The function is a
     `tf.types.experimental.ConcreteFunction`; returns the id of a captured handle -> their number.
     """
     definition = function.graph.as_graph_def()
     bodies = {body.signature.name: body for body in definition.library.function}
-    counts: dict[str, list[int]] = {}  # of the arguments of a function
+    counts: dict[str, list[int]] = {}  # counts for the arguments of a function
     for name in inputs_first(
         _called(definition.node, bodies), lambda name: _called(bodies[name].node_def, bodies)
     ):
@@ -415,7 +415,7 @@ def _changed(nodes: Any, counts: dict[str, list[int]]) -> Counter[str]:
         if node.op.startswith(_WRITES):
             found.update(inputs)
         for called in _called([node], counts):
-            # A condition has its index before the arguments.
+            # a condition has its index before the arguments
             found.update(dict(zip(reversed(inputs), reversed(counts[called]), strict=False)))
     return found
 

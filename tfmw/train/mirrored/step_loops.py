@@ -1,4 +1,4 @@
-"""The loop over the steps of one Python call, in one traced function or eager."""
+"""Loop over the steps of one Python call, in one traced function or eager."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def step_loop(
 
     Args:
         one_step: (element of the iterator) -> number of examples over all replicas, int64 [].
-        iterator: over the dataset of a `data.Shard`.
+        iterator: iterator over the dataset of a `data.Shard`.
         max_steps: int64 [].
-        kinds: dtypes and shapes of tensors that `one_step` returns beside the number of examples,
-            as a list.
+        kinds: dtypes and shapes of further tensors that `one_step` returns, as a list.
 
     Returns:
-        (number of steps, number of examples of them, seconds of waiting for the data, and a
-        `tf.TensorArray` of each of the other tensors, whose first elements are those of the steps).
+        (number of steps, number of their examples, seconds of waiting for the data, a
+        `tf.TensorArray` for each of the other tensors). The first elements of an array are those of
+        the steps.
     """
 
     def step(element: tf.experimental.Optional) -> Any:

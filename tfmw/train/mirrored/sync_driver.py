@@ -6,11 +6,11 @@
 
 Each step, on each replica (all of it one traced function, many steps per Python call):
 
-    batch, total = this replica's part of the global batch, the size of the whole
+    batch, total = this replica's shard of the global batch, the size of the whole
     weight = examples here / total                      (losses are scaled by it)
     model.train_step(batch)                             (the user's own, if they have one)
-        optimizer.apply(gradients) first sums the gradients over replicas, then updates this
-        replica's variables, as if it were alone
+        optimizer.apply(gradients) first all-reduces the gradients, then updates this
+        replica's variables, as in one process
 
 So every replica makes the same update, and none needs a cross-replica context. Each replica updates
 its own metrics; they are combined when they are read.
@@ -73,19 +73,19 @@ class SyncDriver:
     """Runs steps of a model on all replicas of a strategy.
 
     Args:
-        model: compiled and built, with its optimizer built.
-        sync: how replicas agree on their weights: `EachStep` of `synchronization.py`, or an object
-            with the same methods.
+        model: a compiled and built model, with its optimizer built.
+        sync: synchronization of the replicas' weights: `EachStep` of `synchronization.py`, or an
+            object with the same methods.
     """
 
     def __init__(self, model: keras.Model, sync: Any):
         self.model = model
         self.sync = sync
         self.strategy: tf.distribute.Strategy = sync.strategy
-        self.examples = 0  # of the steps so far, over all replicas
-        self.times = StepTimes()  # of this worker's training steps
+        self.examples = 0  # number of examples of the steps so far, over all replicas
+        self.times = StepTimes()  # times of this worker's training steps
         self.copies: dict[int, tf.Variable] = {}  # see `placement.placed`
-        self.splits = True  # whether replicas have parts of batches, and not whole ones
+        self.splits = True  # whether replicas have shards of batches, rather than whole ones
         self.updates = [
             ShardedUpdate(optimizer, sync.reduction, sync.shard_optimizer, model.run_eagerly)
             for optimizer in optimizers.optimizers_of(model)
@@ -95,25 +95,25 @@ class SyncDriver:
         self.results = ReplicaMetrics(model, self.replicas, self.traces)
         self.state = ReplicaState(model, self.replicas, self.traces)
         self._has_synchronized_norm = models.has_synchronized_batch_norm(model)
-        # XLA compiles for one device, and lookups run on servers.
+        # XLA compiles for one device, but lookups run on servers
         self._has_tables = any(map(is_table, model.variables))
-        # What replicas exchange in the middle of a step, and what the last trace needs.
+        # Exchanges of replicas in the middle of a step, as the last trace needs them.
         own_eager = model.run_eagerly and models.overrides_step(model, "train_step")
         self.exchanges = self._needed = Exchanges(gradients=own_eager)
         self._assignable: dict[int, Assignable] = {}
         self._stack = contextlib.ExitStack()
-        self._noted: Noted = []  # in the step that is traced
+        self._noted: Noted = []  # metrics' results in the step that is being traced
         self._warned: set[str] = set()
 
     def reset(self) -> None:
-        """Resets the counts of earlier calls; keeps their traces."""
+        """Resets the counters of earlier calls; keeps their traces."""
         self.examples = 0
         self.times = StepTimes()
         self.results.signals = []
 
     def __enter__(self) -> SyncDriver:
         model, group = self.model, self.replicas.group
-        with contextlib.ExitStack() as stack:  # an error leaves nothing entered
+        with contextlib.ExitStack() as stack:  # after an error no context remains entered
             enter = stack.enter_context
             enter(models.unseeded_generator())
             if self.replicas.count > 1:
@@ -154,7 +154,7 @@ class SyncDriver:
 
         Args:
             name: "train", or "test" for evaluation steps.
-            call: of the data; its steps are fewer only if the data ends.
+            call: the steps to run; they are fewer only if the data ends.
             size_known: whether the dataset contains the size of each global batch.
 
         Returns:
@@ -196,7 +196,7 @@ class SyncDriver:
         return int(steps_done)
 
     def _step_loop(self, kind: StepKind, iterator: Any) -> Callable[..., Any]:
-        """A function (iterator, max_steps) -> (steps done, examples of them, input's seconds)."""
+        """Creates a function (iterator, max_steps) -> (steps done, examples, input's seconds)."""
         one_step = self.global_step(kind)
 
         def steps(iterator: Any, max_steps: tf.Tensor) -> Any:
@@ -209,7 +209,8 @@ class SyncDriver:
         traced = loop.get_concrete_function(iterator, tf.constant(1, tf.int64))
         complete = self.exchanges_are_complete()
         if kind.trains:
-            followed = [update.follows(traced) for update in self.updates]  # each must look at it
+            # each must check the trace
+            followed = [update.follows(traced) for update in self.updates]
             complete = complete and all(followed)
         return loop if complete else self._step_loop(kind, iterator)
 
@@ -221,7 +222,7 @@ class SyncDriver:
         return complete
 
     def global_step(self, kind: StepKind) -> Callable[..., Any]:
-        """A function (an element of a `data.Shard`) -> examples.
+        """Creates a function (an element of a `data.Shard`) -> number of examples.
 
         Its result is int64 [], over all replicas; 0 at the end of the data.
         """
@@ -248,7 +249,7 @@ class SyncDriver:
     def _replica_step(
         self, kind: StepKind, parts: tuple[Any, ...], counts: Any, total: Any, averages: list[Any]
     ) -> Any:
-        """One step on one replica. Returns int32 [], 0 once no replica has any examples."""
+        """Runs one step on one replica. Returns int32 [], 0 if no replica has examples any more."""
         local = self.replicas.local_index()
         batch = parts[local]
         is_local = kind.trains and self.sync.is_local
@@ -300,11 +301,11 @@ class SyncDriver:
         weight: losses.ReplicaWeight,
         averages: list[Any],
     ) -> None:
-        """A step in which shards differ in size, and this replica may have no examples.
+        """Runs a step in which shards differ in size, and this replica may have no examples.
 
-        A replica without examples runs every collective, on a copy of some example, and contributes
-        nothing: no gradient, no metric, no moving average. If no replica that makes the same update
-        has any, as in local SGD, it makes no update.
+        A replica without examples runs every collective, on a copy of some example, but contributes
+        no gradient, no metric and no moving average. If no replica that makes the same update has
+        examples, as may occur in local SGD, it makes no update.
         """
         present = weight.examples > 0
         kept = [(v, tf.identity(v.value), present) for v in metric_variables(self.model)]
@@ -362,7 +363,7 @@ class SyncDriver:
         weight: losses.ReplicaWeight,
         batch: Any,
     ) -> Any:
-        """A step compiled by XLA on each replica; collectives are not compiled.
+        """Runs a step compiled by XLA on each replica; collectives are not compiled.
 
         One compiled function computes the gradients of Keras's train_step. They are reduced, and
         another compiled function applies them.
@@ -449,7 +450,7 @@ class SyncDriver:
 def _of_any_rows(tensor: Any) -> Any:
     """The tensor without a static number of rows.
 
-    A trace must not divide by one replica's, nor take a number for one of examples.
+    A trace must not divide by one replica's number, nor treat a constant as a number of examples.
     """
     if isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy"):
         return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])

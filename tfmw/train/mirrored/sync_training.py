@@ -1,4 +1,4 @@
-"""The training loop's driver for synchronous training, and evaluation and prediction with it."""
+"""Driver of the training loop for synchronous training, and evaluation and prediction with it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from tfmw.train.reporter import InputBound
 class MirroredTraining:
     """Training steps on all replicas of a strategy; a `tfmw.train.loop.Driver`.
 
-    A context manager: places the model's variables on the replicas, and restores them at the end.
+    As a context manager it places the model's variables on the replicas, and restores them at the
+    end.
 
     Args:
-        context, arguments: of the call.
-        record: of the backup from which the run resumes, or None.
-        sync: how replicas agree: `EachStep`, or an object with the same methods.
+        context, arguments: context and arguments of the call.
+        record: record of the backup from which the run resumes, or None.
+        sync: synchronization of replicas: `EachStep`, or an object with the same methods.
 
     Attributes:
-        element_spec: structure of tf.TensorSpec, of one batch.
+        element_spec: structure of tf.TensorSpec for one batch.
     """
 
     trains_in_place = True
-    driver: SyncDriver  # of the steps, within the context
-    _pace: CallPace  # from `start` on
+    driver: SyncDriver  # driver of the steps, within the context
+    _pace: CallPace  # set by `start`
     _reads: Reads
 
     def __init__(
@@ -76,7 +77,7 @@ class MirroredTraining:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> MirroredTraining:
-        with contextlib.ExitStack() as stack:  # an error leaves the model where it was
+        with contextlib.ExitStack() as stack:  # after an error the model is in its earlier state
             self.driver = stack.enter_context(self._sync.driver(self.model))
             self.driver.splits = self._arguments.split_batch
             source = self._arguments.validation_source
@@ -84,7 +85,8 @@ class MirroredTraining:
                 self._validation = EpochIterator(
                     source,
                     self.group,
-                    self.driver.replicas.sharding,  # of all that have the same weights
+                    # sharding of all replicas that have the same weights
+                    self.driver.replicas.sharding,
                     self._arguments.validation_steps,
                     "validation_steps",
                     self._feed.get("validation"),
@@ -111,12 +113,12 @@ class MirroredTraining:
 
     @property
     def examples(self) -> int:
-        """Examples of all steps so far, over all replicas."""
+        """Number of examples of all steps so far, over all replicas."""
         return self.driver.examples if "driver" in vars(self) else 0
 
     @property
     def times(self) -> StepTimes | None:
-        """The time of this worker's steps, by its uses; None before the context."""
+        """The time of this worker's steps by its parts; None if the context was not entered yet."""
         return self.driver.times if "driver" in vars(self) else None
 
     @property
@@ -147,7 +149,7 @@ class MirroredTraining:
                     data.restore_orders("orders_left")
             return
         self._data.restore_position()
-        if self._validation is not None:  # later: both may read one dataset
+        if self._validation is not None:  # after the training data, as both may read one dataset
             self._validation.restore_orders("orders")
         self._sync.restore(tensors)
 
@@ -260,10 +262,10 @@ def run_evaluation(
     callback_list: Any,
     signals: ValidationSignals | None = None,
 ) -> dict[str, Any]:
-    """One pass over the data with the steps of `evaluate`; returns the logs.
+    """Runs one pass over the data with the steps of `evaluate`; returns the logs.
 
     Args:
-        signals: exchanged between two calls of the driver.
+        signals: signals that are summed between two calls of the driver.
     """
 
     def metrics() -> dict[str, Any]:
@@ -288,7 +290,7 @@ def run_evaluation(
     else:
         data.end_epoch()
     data.leave()
-    logs = dict(sorted(metrics().items()))  # as Keras's evaluate orders them
+    logs = dict(sorted(metrics().items()))  # in the order of Keras's evaluate
     callback_list.on_test_end(logs)
     return logs
 
@@ -296,14 +298,14 @@ def run_evaluation(
 def run_prediction(
     driver: SyncDriver, group: Group, data: EpochIterator, callback_list: Any
 ) -> Any:
-    """One pass over the data with the steps of `predict`; returns the model's outputs."""
+    """Runs one pass over the data with the steps of `predict`; returns the model's outputs."""
     model, total = driver.model, data.steps_per_epoch
     every_batch = any_wants_every_batch(group, callback_list, "predict")
     model.stop_predicting = False
     callback_list.on_predict_begin()
     data.begin_epoch()
     predictions = Predictions(driver, data.iterator)
-    # Each task has a pace of its own, as its pipeline may be longer than those of others.
+    # Each task has its own pace, as its pipeline may be longer than those of others.
     pace = CallPace(Group(0, 1), model.steps_per_execution, every_batch)
     done, more = 0, True
     while more and (total is None or done < total):
@@ -313,7 +315,7 @@ def run_prediction(
         callback_list.on_predict_batch_begin(done)
         with pace.timed(max_steps):
             steps = predictions.extend(max_steps)
-        if every_batch:  # where each worker has a pipeline of its own, it may end before the others
+        if every_batch:  # if each worker has its own pipeline, one may end before the others
             steps = max(group.from_all(steps))
         done += steps
         data.advance(steps, steps)

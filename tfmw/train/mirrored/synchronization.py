@@ -30,18 +30,19 @@ Updates = contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]
 
 
 class EachStep:
-    """Sums the gradients of all replicas in each step: all make the same update.
+    """Sums the gradients of all replicas in each step, so that all make the same update.
 
     Args:
         strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
-        compression: "fp16" or "bf16": the dtype in which gradients are sent and summed; None for
-            their own.
+        compression: "fp16" or "bf16": the wire dtype in which gradients are sent and summed; None
+            for their own.
         shard_optimizer: whether workers shard the update of the weights; see `ShardedUpdate`.
             None for a call that updates nothing.
     """
 
     is_local = False  # whether replicas have weights of their own between two exchanges
-    sharding: Sharding | None = None  # of training batches, if other processes have parts of them
+    # sharding of training batches, if other processes have shards of them
+    sharding: Sharding | None = None
 
     def __init__(
         self,
@@ -52,7 +53,8 @@ class EachStep:
         self.strategy = strategy
         self.compression = compression
         self.shard_optimizer = shard_optimizer
-        self.gathers = False  # sparse gradients, as of embeddings, or ids, by TensorFlow
+        # whether TensorFlow gathers sparse gradients, as of embeddings, or ids
+        self.gathers = False
 
     @functools.cached_property
     def reduction(self) -> Reduction:
@@ -105,8 +107,8 @@ class EachStep:
         return total
 
     def _note_gather(self) -> None:
-        # TensorFlow's collectives need slices of one shape in all steps of a call, else they raise
-        # "Shape mismatch in the collective instance"; the ring does not.
+        # TensorFlow's collectives need slices of one shape in all steps of a call; otherwise they
+        # raise "Shape mismatch in the collective instance". The ring does not.
         self.gathers |= self.reduction.transport.ring is None
 
     # ------------------------------------------------------------ between steps
@@ -116,16 +118,16 @@ class EachStep:
         return sys.maxsize
 
     def after_steps(self, step: int) -> None:
-        """Exchanges what is due after a step of the epoch, from 1. All tasks must call it."""
+        """Runs due exchanges after a step of the epoch, counted from 1. All tasks must call it."""
 
     def begin_epoch(self) -> None:
-        """Begins an epoch, in which all replicas have the same weights."""
+        """Starts an epoch, in which all replicas have the same weights."""
 
     def end_epoch(self) -> None:
         """Gives all replicas the same weights. All tasks must call it."""
 
     def state(self) -> dict[str, Any]:
-        """The tensors that a backup contains beside the model's. All tasks must call it."""
+        """The tensors that a backup contains in addition to the model's. All tasks must call it."""
         return {}
 
     def restore(self, tensors: Mapping[str, Any]) -> None:
@@ -144,7 +146,7 @@ def _with_complete(reduced: Updates, complete: dict[int, Any]) -> Iterator[Any]:
 
 
 def weighted(grads: list[Any], weight: ReplicaWeight, factor: tf.Tensor) -> list[Any]:
-    """Gradients times the replica's part of a sum; zeros from a replica without examples."""
+    """Gradients weighted for a sum over replicas; zeros on a replica without examples."""
     if not weight.loss_weighted:
         grads = scaled(grads, factor)
     if weight.uneven:
@@ -154,7 +156,7 @@ def weighted(grads: list[Any], weight: ReplicaWeight, factor: tf.Tensor) -> list
 
 
 def _or_zeros(grad: Any, present: tf.Tensor) -> Any:
-    """A gradient, or zeros where `present` is false; None stays None."""
+    """A gradient, or zeros if `present` is false; None stays None."""
     if grad is None:
         return None
     if isinstance(grad, tf.IndexedSlices):

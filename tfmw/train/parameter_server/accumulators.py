@@ -2,16 +2,16 @@
 
     steps = SynchronousSteps(server_variables, workers=3, aggregate=2)
     coordinator.schedule(steps.function, args=(iterator, worker, limit, seeds))   # one per worker
-    steps.advance(10)                          # on the coordinator: applies 10 steps
+    steps.advance(10)                          # applies 10 steps, on the coordinator
 
-Each server has an accumulator for each pack of its gradients. A worker reads the servers' values
+Each server has an accumulator for each bucket of its gradients. A worker reads the servers' values
 of step s, sends its gradients to the accumulators, marked with s, and waits for step s + 1. Once
 `aggregate` gradients of step s have arrived, the server applies their mean and the step ends. The
 accumulator is then at s + 1 and drops later gradients of step s. TensorFlow 1's
 SyncReplicasOptimizer used the same ops.
 
-Counts are exact: a 1 is appended to each gradient and summed with it, so a server knows how many
-gradients it averaged, and each worker counts the gradients that it sent. The metrics of an epoch
+Counts are exact. A 1 is appended to each gradient and summed with it, so a server knows the number
+of averaged gradients. Each worker counts the gradients that it sent. The metrics of an epoch
 include batches whose gradients were dropped.
 """
 
@@ -38,19 +38,19 @@ class SynchronousSteps(WorkerSteps):
     """Steps to which several workers contribute.
 
     Args:
-        server_variables, workers: as in `WorkerSteps`.
+        server_variables, workers: see `WorkerSteps`.
         aggregate: number of gradients in a step.
 
     Attributes:
-        function: (iterator, worker int64 [], limit int64 [], seeds) -> as in `WorkerSteps`; runs
-            until step `limit` has ended.
+        function: (iterator, worker int64 [], limit int64 [], seeds) -> the result of
+            `WorkerSteps.function`; runs until step `limit` has ended.
         spare_workers: number of workers that a step does not wait for.
     """
 
-    _counts_steps = False  # the coordinator does
+    _counts_steps = False  # the coordinator counts them
 
     def __init__(self, server_variables: ServerVariables, workers: int, aggregate: int):
-        for layer in server_variables.hash_tables:  # which need an order of steps
+        for layer in server_variables.hash_tables:  # hash tables need an order of steps
             raise UsageError(
                 f"layer {layer.name!r} is a HashTableEmbedding, which gives rows to ids in the "
                 "order of the workers' steps; sync_replicas=True has no such order: leave it out, "
@@ -104,12 +104,12 @@ class SynchronousSteps(WorkerSteps):
         """Applies steps as the workers' gradients arrive.
 
         Returns:
-            (waits for the end of all steps, cancels that call).
+            (function that waits for the end of all steps, function that cancels that call).
         """
         return parameter_servers.cancelable(self._advance, tf.constant(steps, tf.int64))
 
     def cancel(self) -> None:
-        """Ends with an error every call, pending or later, that waits for the end of a step."""
+        """Fails every call, pending or later, that waits for the end of a step."""
         for queue in self._over:
             queue.close(cancel_pending_enqueues=True)
 
@@ -165,7 +165,7 @@ class SynchronousSteps(WorkerSteps):
 
     def _update(self, optimizer: Any, grads: Grads, work: StepUpdates) -> None:
         """Sends this worker's gradients to the accumulators, marked with their step."""
-        del optimizer, work  # the coordinator has them updated
+        del optimizer, work  # the coordinator runs the update
         by_variable = {id(v): g for g, v in grads}
         missing = [v.path for p in self._gradients for v in p.variables if id(v) not in by_variable]
         if missing:
@@ -200,7 +200,7 @@ class SynchronousSteps(WorkerSteps):
                 op = parameter_servers.one_op(functools.partial(self._apply, where))
                 with tf.device(server(where)):
                     done_here.append(op())
-            # Through the coordinator: servers are not connected to each other.
+            # Through the coordinator, as servers are not connected to each other.
             all_done = tf.add_n([tf.identity(t) for t in done_here])
             with tf.device(server(self.server_variables.home)):
                 over = parameter_servers.one_op(self._end_step)(all_done)

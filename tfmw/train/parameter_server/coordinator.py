@@ -1,4 +1,4 @@
-"""The coordinator of a parameter-server cluster: schedules steps and adds up their metrics.
+"""Coordinator of a parameter-server cluster: schedules steps and adds up their metrics.
 
     driver = PsDriver(model, servers, source)
     applied = driver.train(100, after)
@@ -9,8 +9,8 @@
     schedule again the steps that a lost worker did not do
 
 Asynchronous training has no fixed order of batches, so its results are not those of one process. It
-guarantees that each epoch applies exactly `steps_per_epoch` updates, that the metrics are those of
-the batches that were trained on, and that a worker may die at any moment.
+guarantees that each epoch applies exactly `steps_per_epoch` updates, and that the metrics belong to
+the batches that were trained on. A worker may die at any moment.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ from tfmw.train.parameter_server.steps import UNROLLED, WorkerSteps
 from tfmw.train.parameter_server.variables import ServerVariables
 
 _RETRY_S = 0.05
-_AHEAD = 2  # functions scheduled for each worker, so that no worker waits for the coordinator
+# number of functions scheduled for each worker, so that no worker waits for the coordinator
+_AHEAD = 2
 _REPORT_S = 1.0
-_SECONDS_TOGETHER = 5.0  # of synchronous steps between two waits of all workers for the slowest
-_PATIENCE_S = 0.1  # for workers that may be late
+# seconds of synchronous steps between two waits of all workers for the slowest
+_SECONDS_TOGETHER = 5.0
+_PATIENCE_S = 0.1  # time to wait for workers that may be late
 _WAITING = "waiting for workers"
 
 
@@ -50,7 +52,7 @@ class PsDriver:
     """Runs training steps of a model on the workers of a parameter-server cluster.
 
     Args:
-        model: compiled and built, with its optimizer built.
+        model: a compiled and built model, with its optimizer built.
 
     Attributes:
         applied: number of updates since this driver began.
@@ -84,7 +86,7 @@ class PsDriver:
 
         Args:
             after: called on this thread when more steps are done, with the number of steps since
-                this call began; returns whether to continue.
+                the start of this call; returns whether to continue.
 
         Returns:
             Number of updates applied.
@@ -197,7 +199,7 @@ class PsDriver:
 
     @property
     def dropped(self) -> int | None:
-        """Number of gradients that arrived late for their step; None without `sync_replicas`."""
+        """Number of gradients that arrived late for their step; None if `sync_replicas` is off."""
         return self._steps.dropped if isinstance(self._steps, SynchronousSteps) else None
 
     def _schedule(self, steps_or_worker: Any, limit: int) -> Any:
@@ -225,7 +227,7 @@ class PsDriver:
 
 
 def _in_background(call: Callable[[], Any]) -> futures.Future[Any]:
-    """Calls on a thread that does not keep the process alive."""
+    """Runs a call on a thread that does not keep the process alive."""
     outcome: futures.Future[Any] = futures.Future()
 
     def run() -> None:
@@ -239,13 +241,13 @@ def _in_background(call: Callable[[], Any]) -> futures.Future[Any]:
 
 
 def _fetched(result: Any, over: Callable[[], bool]) -> dict[str, Any]:
-    """The result of a function.
+    """Fetches the result of a function.
 
     If a worker dies before its result was fetched, TensorFlow runs the function again and replaces
     the result, without any notification. So this fetches repeatedly.
 
     Args:
-        over: called between two attempts; returns whether the result is no longer needed.
+        over: function called between two attempts; returns whether the result is no longer needed.
     """
     while True:
         try:

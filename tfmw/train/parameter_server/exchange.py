@@ -1,15 +1,15 @@
-"""The exchange of a worker and the servers between two steps: one message there, one back.
+"""Exchange of a worker and the servers between two steps: one message each way.
 
     reply = exchange({}, asked)                       # before the first step
     values, fetched = exchange.opened([reply], asked) # in step k
-    reply = exchange(work, asked)                     # its updates, and what step k + 1 needs
+    reply = exchange(work, asked)                     # its updates, and the rows for step k + 1
 
 A server makes the updates of step k, and then answers with its variables and with the rows that
-step k + 1 looks up. On the way a message takes more processor time than most updates do, a tenth
-of a millisecond and more, whatever its size. So what goes to one server goes together:
+step k + 1 looks up. A message of any size takes 0.1 ms of processor time or more, which exceeds
+that of most updates. So all tensors for one server are sent together:
 
-    message = pack([sizes, ids, rows])                # where they are made
-    sizes, ids, rows = unpack(message, specs)         # where they are used
+    message = pack([sizes, ids, rows])                # in the sending task
+    sizes, ids, rows = unpack(message, specs)         # in the receiving task
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tfmw.train.parameter_server.variables import ServerPack, ServerVariables
 
 
 class LookupReply(NamedTuple):
-    """The answers of servers, as they come; a structure of tensors for TensorFlow, too."""
+    """Answers of the servers, as they arrive; a structure of tensors for TensorFlow, too."""
 
-    packed: dict[int, tf.Tensor]  # by server
-    unpacked: list[tf.Tensor]  # the values of variables that are read by themselves
+    packed: dict[int, tf.Tensor]  # server -> its answer
+    unpacked: list[tf.Tensor]  # the values of variables that are read separately
 
 
 class Exchange:
@@ -41,7 +41,7 @@ class Exchange:
     Args:
         pulled: the Keras variables whose values each step needs.
         plan: the lookups of a step.
-        one_op: (key, function) -> the function as one op, the same for each step.
+        one_op: (key, function) -> the function as one op, the same op for each step.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class Exchange:
                 op = self._one_op(("exchange", where, bool(own), asks, pull), run)
                 answer = op() if message is None else op(message)
             if packs or asks:
-                packed[where] = tf.identity(answer)  # on the worker: each use would fetch it again
+                # on the worker: otherwise each use would fetch it again
+                packed[where] = tf.identity(answer)
         unpacked = [
             tf.identity(self._server_variables.shard(variable).variable.read_value())
             for variable in (self._unpacked if pull else ())
@@ -98,8 +99,8 @@ class Exchange:
         """(values by id of the Keras variable, rows), in the function that is being traced.
 
         Args:
-            replies: one with values and rows; or one with values, and one with rows.
-            asked: the rows.
+            replies: one reply with values and rows, or one with values and one with rows.
+            asked: the request for the rows.
         """
         values: dict[int, tf.Tensor] = {}
         rows: dict[int, list[tf.Tensor]] = {}
@@ -151,7 +152,7 @@ class Exchange:
 def _split(
     packs: Sequence[ServerPack], specs: Sequence[tf.TensorSpec], answer: tf.Tensor
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """(values of the variables of all packs, rows of each kind)."""
+    """(values of the variables of all buckets, rows of each kind)."""
     parts = unpack(answer, specs)
     flats, rows = parts[: len(packs)], parts[len(packs) :]
     values = [v for b, flat in zip(packs, flats, strict=True) for v in b.unpack(flat).values()]
@@ -165,7 +166,7 @@ def spec_of(tensor: tf.Tensor) -> tf.TensorSpec:
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """One tensor of some; uint8 [bytes], unless it is one only.
+    """Concatenates tensors as bytes, uint8 [n]; a single tensor is returned unchanged.
 
     Args:
         tensors: [n, ...] or [], of any types of fixed size, not bool.
@@ -181,7 +182,7 @@ def unpack(message: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor
     """The tensors of `pack`.
 
     Args:
-        specs: `spec_of` each of them.
+        specs: `spec_of` of each tensor.
     """
     if len(specs) == 1:
         return [message]

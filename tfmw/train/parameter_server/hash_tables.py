@@ -3,16 +3,16 @@
     table = ServedHashTable(layer, server_variables, one_op, travel, workers=2)
     rows = table.look_up(ids, is_step=True)           # in place of the layer's own, in a step
 
-Where a layer looks up rows in a step, the worker sends each of the layer's servers one message: the
-distinct ids of the batch that belong to its buckets, and how often each occurs. The server runs
-a `Part` of `tfmw.tables.hash_table` on its buckets, so ids get rows there, and answers with the row
-of each id, and its values. Gradients go the way of those of all rows, see `updates`.
+When a layer looks up rows in a step, the worker sends each of the layer's servers one message: the
+unique ids of the batch that belong to its buckets, and the number of occurrences of each. The
+server runs a `Part` of `tfmw.tables.hash_table` on its buckets, so ids get rows there. It answers
+with the row of each id, and its values. Gradients are sent like those of all rows, see `updates`.
 
 Every worker's batch is a step of its own, one after the other on each server, and all servers count
-it, whichever ids it has: with one worker that is what one process does. A worker computes while
-others make steps. So the rows of the last steps, one for each other worker, are not taken from
-their ids. If a worker is slower than that, a row may have gone to another id when its gradient
-comes; that id's row then gets it.
+it, even without ids. With one worker the result is that of one process. A worker computes while
+others make steps. So ids of the last steps, one for each other worker, cannot lose their rows. If a
+worker is slower than that, another id may have taken a row before its gradient arrives. The
+gradient then updates the row of that id.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class ServedHashTable:
     """A hash table of a model, in the steps of a worker.
 
     Args:
-        one_op: (key, function, whether it waits) -> the function as one op, the same in each step.
+        one_op: (key, function, whether it waits) -> the function as one op, the same op in each
+        step.
         workers: number of workers, each of which may be in a step.
     """
 
@@ -173,7 +174,7 @@ class _ServerPart:
                     rows = tf.concat([tf.zeros([1], tf.int64), rows], axis=0)
                 return pack([rows, tf.cast(self._part.values(rows), dtype)])
 
-        # Within a part one thread runs all ops; only the turn is waited for.
+        # Within a part one thread runs all ops; only the wait for the turn is outside.
         answers = parameter_servers.one_op(run, waits=False)
         answer: tf.Tensor = self._turn.execute(
             lambda: answers(message), exclusive_resource_access=False
@@ -182,7 +183,7 @@ class _ServerPart:
 
 
 class _Marking:
-    """Rows of a variable on their server; those that change are marked for the next backup."""
+    """Rows of a variable on their server, which are marked for the next backup when they change."""
 
     def __init__(self, shard: VariableShard):
         self._shard = shard

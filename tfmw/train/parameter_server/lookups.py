@@ -1,4 +1,4 @@
-"""The rows that a step looks up, asked for before it, those of all layers at once.
+"""Rows that a step looks up, requested before the step, for all layers at once.
 
     plan = plan_lookups(trace, batch_spec, shards_of)  # once, before steps are traced
     asked = plan.asked(batch)                          # while a step is traced
@@ -6,13 +6,12 @@
     fetched = plan.fetched(asked, answers)             # on the worker
     fetched.rows(variable, ids)                        # when the step looks up; None: not fetched
 
-A layer asks for its rows when it is called, one layer after the other. But which rows it asks for
-usually follows from the batch: a step is traced once to see the ops between the batch and the ids
-of each lookup. If these are plain ops, copies of them run first, for all lookups. A lookup of other
-ids (drawn at random, or computed from weights) fetches its rows when it happens.
+A layer looks up its rows when it is called, one layer after the other. But the ids usually depend
+on the batch only: a step is traced once to find the ops between the batch and the ids of each
+lookup. If these are plain ops, copies of them run first, for all lookups. A lookup of other ids
+(drawn at random, or computed from weights) fetches its rows within the step.
 
-Only these are plain ops: those without state that call no function and depend on nothing else than
-the batch and constants.
+Plain ops have no state, call no function, and depend on the batch and constants only.
 """
 
 from __future__ import annotations
@@ -32,30 +31,31 @@ from tfmw.tables.shards import MultiTableLookup, Route, VariableShard
 class RowTransfer:
     """The transfer of rows and their gradients between workers and servers."""
 
-    prefetch: int = 0  # for how many steps ahead rows are fetched, 0 or 1
+    prefetch: int = 0  # number of steps for which rows are fetched ahead, 0 or 1
     compression: str | None = None  # "bf16", or None for the rows' own type
 
     def sent_as(self, dtype: tf.DType) -> tf.DType:
-        """The type in which rows of this type are sent."""
+        """The wire dtype of rows of this type."""
         return tf.bfloat16 if self.compression == "bf16" and dtype.is_floating else dtype
 
 
 class LookupRequest(NamedTuple):
-    """The requests to servers for one batch; a structure of tensors for TensorFlow, too."""
+    """Requests to servers for one batch; a structure of tensors for TensorFlow, too."""
 
     leaves: list[tf.Tensor]  # the tensors of the batch
-    ids: list[list[tf.Tensor]]  # of each group those of its lookups
-    routes: list[Route]  # of each group
-    sent: dict[int, tf.Tensor]  # by server int64 [...]: how many of each variable, and the ids
+    ids: list[list[tf.Tensor]]  # ids of each group's lookups
+    routes: list[Route]  # route of each group
+    # server -> int64 [...], the number of ids of each variable, and the ids
+    sent: dict[int, tf.Tensor]
 
 
 class Fetched:
     """Rows that were fetched before the step with this batch, which looks them up."""
 
     def __init__(self, batch: list[tf.Tensor]):
-        # (rows, ids) by id of the Keras variable and the ops between the batch and the ids
+        # (rows, ids) by (id of the Keras variable, ops between the batch and the ids)
         self.found: dict[tuple[int, Any], tuple[tf.Tensor, tf.Tensor]] = {}
-        # (Keras variables, ids of each, their tables, the way of these ids), fetched together
+        # (Keras variables, ids of each, their tables, the route of these ids), fetched together
         self.groups: list[tuple[list[Any], list[tf.Tensor], MultiTableLookup, Route]] = []
         self.batch = batch
 
@@ -67,15 +67,15 @@ class Fetched:
 
 
 class _Lookup(NamedTuple):
-    """A lookup whose ids follow from the batch."""
+    """A lookup whose ids depend on the batch."""
 
     variable: Any
     ids: tf.Tensor  # int64 [n], in the graph of the plan
-    ops: bytes  # between the batch and the ids
+    ops: bytes  # ops between the batch and the ids
 
 
 class _Recorded(Fetched):
-    """Records what is looked up, each lookup once; the rows that it gives are never used."""
+    """Records lookups, each once; the rows that it returns are never used."""
 
     def __init__(self, batch: list[tf.Tensor]):
         super().__init__(batch)
@@ -99,9 +99,9 @@ def plan_lookups(
     """Finds the lookups of a step.
 
     Args:
-        trace: calls the step with a batch, and with where its lookups go.
-        batch_spec: structure of tf.TensorSpec, of a batch.
-        shards_of: the shards of a variable that is looked up.
+        trace: function that calls the step with a batch and a recorder of its lookups.
+        batch_spec: structure of tf.TensorSpec for a batch.
+        shards_of: function that returns the shards of a variable.
     """
     recorded = _Recorded([])
 
@@ -111,7 +111,7 @@ def plan_lookups(
 
     specs = tf.nest.flatten(batch_spec, expand_composites=True)
     tf.function(step, autograph=False).get_concrete_function(*specs)
-    kinds: dict[Any, list[_Lookup]] = {}  # whose rows can be in one tensor
+    kinds: dict[Any, list[_Lookup]] = {}  # lookups whose rows can be in one tensor
     for one in recorded.lookups.values():
         own = models.native(one.variable)
         kinds.setdefault((own.dtype, tuple(own.shape[1:])), []).append(one)
@@ -123,9 +123,9 @@ def plan_lookups(
 
 
 class Plan:
-    """The lookups of a step that are known from its batch, as tensors of the traced graph.
+    """Lookups of a step that are known from its batch, as tensors of the traced graph.
 
-    The lookups of a group have rows of one shape and type; with them are their tables.
+    The lookups of a group have rows of one shape and type, and belong to its tables.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Plan:
         self._servers = sorted({where for _, group in groups for where in group.shards})
 
     def asked(self, batch: Any) -> LookupRequest:
-        """The requests to servers; call it while steps are traced, with a batch of them."""
+        """Requests to servers for a batch; call it while steps are traced."""
         leaves = tf.nest.flatten(batch, expand_composites=True)
         if not self._groups:
             return LookupRequest(leaves, [], [], {})
@@ -192,8 +192,8 @@ class Plan:
         """The rows of a batch.
 
         Args:
-            asked: with tensors of the function that is being traced.
-            answers: by server, what it answered.
+            asked: request with tensors of the function that is being traced.
+            answers: server -> its answer.
         """
         answers = {where: list(parts) for where, parts in answers.items()}
         fetched = Fetched(asked.leaves)
@@ -209,14 +209,14 @@ class Plan:
 
 
 def ops_between(sources: Sequence[tf.Tensor], target: tf.Tensor) -> bytes | None:
-    """A description of the plain ops from `sources` alone to `target`; None if others take part.
+    """Description of the plain ops from `sources` to `target`; None if it depends on others.
 
-    Two targets with the same description, of the same values, are equal.
+    Two targets with the same description and the same source values are equal.
     """
     if not sources or sources[0].graph is not target.graph:
         return None
     of_source = {source.name: number for number, source in enumerate(sources)}
-    numbers: dict[str, int] = {}  # of an op, where it is in `lines`
+    numbers: dict[str, int] = {}  # op -> its index in `lines`
     lines: list[bytes] = []
 
     def told(tensor: tf.Tensor) -> str:

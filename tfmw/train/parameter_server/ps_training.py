@@ -1,4 +1,4 @@
-"""The training loop's driver for parameter servers: steps on workers, weights fetched on demand."""
+"""Training loop's driver for parameter servers: steps on workers, weights on demand."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class ParameterServerTraining:
     needed: after an epoch, for a backup, at the end.
 
     Args:
-        arguments: of the call; `steps_per_epoch` counts updates, over all workers.
-        record: of the backup from which the run resumes, or None.
+        arguments: arguments of the call; `steps_per_epoch` counts updates, over all workers.
+        record: record of the backup from which the run resumes, or None.
 
     Raises:
-        UsageError: no `steps_per_epoch`, or an optimizer or layer that parameter servers do not
-            support.
+        UsageError: `steps_per_epoch` is missing, or parameter servers do not support an optimizer
+            or layer.
     """
 
     trains_in_place = False
-    unplaced_model = None  # callbacks see the user's model, which is one all the time
+    unplaced_model = None  # callbacks get the user's model, which is always an ordinary one
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ParameterServerTraining:
         self.signals: list[float] = []
         self._source = arguments.source
         self._servers = servers
-        self.driver: PsDriver  # of the steps, from `start` on
+        self.driver: PsDriver  # driver of the steps, set by `start`
         self._stack = contextlib.ExitStack()
         position = (None if record is None else record["feed"]) or {}
         self._restored_steps: int = position.get("done", 0)
@@ -84,14 +84,14 @@ class ParameterServerTraining:
 
     @functools.cached_property
     def element_spec(self) -> Any:
-        """Structure of tf.TensorSpec, of one batch."""
+        """Structure of tf.TensorSpec for one batch."""
         return worker_data.for_workers(self._source, 1)[1]
 
     # ------------------------------------------------------------ what the loop asks
 
     @property
     def examples(self) -> int:
-        """Examples of all steps so far, over all workers."""
+        """Number of examples of all steps so far, over all workers."""
         return self.driver.examples if hasattr(self, "driver") else 0
 
     @property
@@ -99,12 +99,13 @@ class ParameterServerTraining:
         return self.steps_done >= self.steps_per_epoch
 
     def start(self, reads: Reads) -> None:
-        # Workers run many steps between two calls of the coordinator, whatever callbacks want.
+        # Workers run many steps between two calls of the coordinator, whatever hooks callbacks
+        # have.
         self._model_is_read = reads.model
         self.driver = PsDriver(self.model, self._servers, self._source)
 
     def resume(self, tensors: Mapping[str, Any] | None) -> None:
-        """Restores the number of updates only: workers read at their own pace, and anew."""
+        """Restores only the number of updates, as workers read their data from the start."""
         if tensors is not None:
             self.steps_done = self._restored_steps
 
@@ -149,7 +150,7 @@ class ParameterServerTraining:
             self.driver.server_variables.push()
 
     def slot_parts(self) -> None:
-        """The servers' slots are fetched by the coordinator."""
+        """Returns None, as the coordinator fetches the servers' slots."""
 
     def state(self, in_epoch: bool, slots: bool) -> DriverState:
         self._fetch(slots)

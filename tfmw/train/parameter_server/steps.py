@@ -1,4 +1,4 @@
-"""The training steps of a worker of a parameter-server cluster: many in one scheduled function.
+"""Training steps of a worker of a parameter-server cluster, many in one scheduled function.
 
     steps = WorkerSteps(server_variables, workers=2)
     remote = coordinator.schedule(steps.function, args=(iterator, max_steps, limit, seeds))
@@ -8,7 +8,7 @@
     for each ticket:
         batch = next(iterator)
         local copies = server variables, and rows that the batch looks up
-        logs = model.train_step(batch)                    (of the user's class, if it has one)
+        logs = model.train_step(batch)                    (the user's own, if there is one)
         gradients, changes of state (batch-norm averages)
     return metrics                                        (the coordinator adds them up)
 
@@ -17,11 +17,11 @@ Between two steps, one message goes to each server and one comes back; see `exch
 No worker reads, changes and writes back a value that other workers write. Servers update their own
 variables and add to the counts. A worker returns metrics only when a function is complete.
 
-Variables that layers update themselves: the server takes a step's value of BatchNormalization's
-moving averages (of two concurrent steps one may be lost; each stored value is an average over
-batches). To all other state the server adds the change of the step. Seed generators are local to
-the worker: their seeds are combined with the number of the ticket, so no two steps draw the same
-mask. The coordinator's seed generators advance by the draws of all workers.
+Layers update some variables themselves. For BatchNormalization's moving averages the server takes a
+step's value; of two concurrent steps one may be lost, but each stored value is an average over
+batches. To all other state the server adds the change of the step. Seed generators are local to the
+worker: their seeds are combined with the number of the ticket, so no two steps draw the same mask.
+The coordinator's seed generators advance by the draws of all workers.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ class WorkerSteps:
 
     Args:
         server_variables: the model's variables on the servers.
-        workers: number of workers that make steps at the same time.
-        travel: how rows of large tables travel; None to fetch whole tables.
+        workers: number of workers that make steps concurrently.
+        travel: settings of the transfer of large tables' rows; None to fetch whole tables.
 
     Attributes:
-        function: (iterator, max_steps int64 [], limit int64 [], seeds [uint32 [2], ...]) -> a dict:
-            "steps" int64 [], "examples" int64 [] in these steps, "seconds" float64 [] of these
-            steps, "metrics" (the increase of each metric variable) and "draws" (the increase of
-            each seed generator's counter).
+        function: (iterator, max_steps int64 [], limit int64 [], seeds [uint32 [2], ...]) -> a dict.
+            Its "steps" int64 [], "examples" int64 [] and "seconds" float64 [] are those of the
+            steps. "metrics" has the increase of each metric variable, "draws" the increase of each
+            seed generator's counter.
     """
 
-    _counts_steps = True  # on a server, after each
+    _counts_steps = True  # on a server, after each step
 
     def __init__(
         self, server_variables: ServerVariables, workers: int, travel: RowTransfer | None = None
@@ -89,7 +89,7 @@ class WorkerSteps:
         self.server_variables = server_variables
         self.metrics = metric_variables(model)
         self.function = tf.function(self._many, autograph=False)
-        self._name = f"tfmw/{uuid.uuid4().hex}"  # of worker-side variables
+        self._name = f"tfmw/{uuid.uuid4().hex}"  # prefix of the names of worker-side variables
         self._assigned: list[Any] = []
         self._travel = travel or RowTransfer()
         self._ops: dict[Any, Callable[..., Any]] = {}
@@ -113,7 +113,7 @@ class WorkerSteps:
             for layer in server_variables.hash_tables
         ]
         self._hash_lookups = [(table.layer, "look_up", table.look_up) for table in tables]
-        # Of the function that is being traced, and of its step:
+        # Values of the function that is being traced, and of its step:
         self._locals: dict[int, Any] = {}
         self._fetched = Fetched([])
 
@@ -139,7 +139,7 @@ class WorkerSteps:
             count = tf.identity(count)
 
         def request() -> tuple[LookupRequest, list[LookupReply]]:
-            """(the rows of the next batch, these if they are fetched ahead)."""
+            """(the rows of the next batch, replies with them if they are fetched ahead)."""
             asked = plan.asked(next(iterator))
             return asked, [exchange({}, asked, pull=False)] if prefetch else []
 
@@ -173,7 +173,7 @@ class WorkerSteps:
         return {**self._results(done, seen, begun), "seconds": seconds}
 
     def _initial_locals(self, seeds: list[Any], ticket: tf.Tensor) -> list[tf.Tensor]:
-        """Gives local copies the values at the beginning of a function; returns those of seeds."""
+        """Assigns local copies their values at the start of a function; returns those of seeds."""
         self._locals = self._new_locals()
         for variable in self.metrics:
             self._locals[id(variable)].assign(tf.zeros(variable.shape, _dtype(variable)))
@@ -213,7 +213,7 @@ class WorkerSteps:
             )
         for number, variable in enumerate(self._remote):
             shards = self.server_variables.shards(variable)
-            table = table_of(variable)  # refuses to be read if it is too large
+            table = table_of(variable)  # raises if the table is too large to be read
             read = functools.partial(read_whole, shards) if table is None else table.read_all
             found[id(variable)] = parameter_servers.RemoteRows(
                 f"{self._name}/remote_{number}",
@@ -229,7 +229,7 @@ class WorkerSteps:
         return look_up(self.server_variables.shards(variable), ids) if fetched is None else fetched
 
     def _plan(self, batch_spec: Any) -> Plan:
-        """The lookups of a step; it is traced for them, and never run."""
+        """The lookups of a step, which is traced for them but never run."""
 
         def trace(batch: Any, recorded: Fetched) -> None:
             scalars = [ReadOnlyScalar(copy) for copy in self._scalars]
@@ -286,12 +286,13 @@ class WorkerSteps:
         scalars: list[ReadOnlyScalar],
         update: Callable[[Any, Grads], None],
     ) -> Any:
-        """The model's own step, on this worker's copies; returns its logs.
+        """Runs the model's own step on this worker's copies; returns its logs.
 
         Args:
             fetched: the rows that it looks up.
-            scalars: of the optimizers.
-            update: (optimizer, [(gradient, Keras variable), ...]): updates the variables.
+            scalars: scalars of the optimizers.
+            update: function (optimizer, [(gradient, Keras variable), ...]) that updates the
+            variables.
         """
         server_variables, model = self.server_variables, self.server_variables.model
         self._fetched = fetched
@@ -304,7 +305,7 @@ class WorkerSteps:
             for optimizer in held:
                 stack.enter_context(taking_gradients(optimizer, update))
             stack.enter_context(recorded_assignments(self._assigned))
-            # `tf.gather` on these looks up rows, where Keras would read all of them first.
+            # `tf.gather` on these looks up rows, while Keras would read all of them first.
             lookups: list[Any] = [(v, "sparse_read", rows.sparse_read) for v, rows in remote]
             stack.enter_context(objects.overridden([*lookups, *self._hash_lookups]))
             stack.enter_context(models.substituted(pairs))
@@ -339,7 +340,7 @@ class WorkerSteps:
     def _one_op(
         self, key: Any, function: Callable[..., Any], waits: bool = False
     ) -> Callable[..., Any]:
-        """`function` as one op; traced for the first step in the loop's body, used by all."""
+        """Wraps `function` as one op, traced for the first step in the loop's body, used by all."""
         return self._ops.setdefault(key, parameter_servers.one_op(function, waits))
 
 
@@ -372,10 +373,10 @@ class _StepOp:
             specs = tf.nest.map_structure(
                 lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), (self._scalars, asked)
             )
-            # Replies have any length, those of the first step too.
+            # Replies have any length, also those of the first step.
             of_replies = tf.nest.map_structure(spec_of, replies)
             self._op = parameter_servers.TracedOp(self._run, *specs, of_replies)
-        # Ops of a function that uses a GPU as well would wait for each other.
+        # Ops of a function that also uses a GPU would wait for each other.
         if not self._op.is_on_one_device or tf.config.list_logical_devices("GPU"):
             scalars = [ReadOnlyScalar(variable) for variable in self._scalars]
             computed: tuple[tf.Tensor, StepUpdates] = self._compute(asked, replies, scalars)
@@ -401,7 +402,7 @@ class _StepOp:
 
 
 def _initial_seed(local: Any, value: tf.Tensor, ticket: tf.Tensor) -> tf.Tensor:
-    """Assigns a seed of this ticket's own to a local copy, and returns it."""
+    """Assigns a seed for this ticket to a local copy, and returns it."""
     fold = tf.cast(ticket * _SEED_STEP % (1 << 31), tf.uint32)
     begun = tf.bitwise.bitwise_xor(
         tf.cast(value, tf.uint32), tf.stack([fold, tf.constant(0, tf.uint32)])

@@ -27,13 +27,13 @@ from tfmw.train.parameter_server.lookups import Fetched, RowTransfer
 from tfmw.train.parameter_server.variables import ServerPack, ServerVariables
 
 Grads = list[tuple[Any, Any]]
-"""(gradient, Keras variable), as an optimizer is given them."""
+"""(gradient, Keras variable), in the form in which an optimizer gets them."""
 
 Update = tuple[list[tf.Tensor], Callable[..., None]]
-"""(tensors that a worker sends, what changes a server's variables with them)."""
+"""(tensors that a worker sends, function that updates a server's variables with them)."""
 
 StepUpdates = dict[int, list[Update]]
-"""The changes of one step by server, in this order."""
+"""Server -> updates of one step, in order."""
 
 
 @contextlib.contextmanager
@@ -66,15 +66,16 @@ class Updates:
     """Updates of the variables of one model."""
 
     server_variables: ServerVariables
-    remote: list[Any]  # the Keras variables whose rows stay on their servers
+    remote: list[Any]  # Keras variables whose rows stay on their servers
     travel: RowTransfer
 
     # ------------------------------------------------------------ on a worker
 
     def of_gradients(self, optimizer: Any, grads: Grads, fetched: Fetched) -> dict[int, Update]:
-        """By server, the update that follows from the gradients of a worker's step.
+        """Server -> update from the gradients of a worker's step.
 
-        All servers count the step, and none before there are gradients: each is sent a tensor.
+        All servers count the step, but not before the gradients exist: each gets a tensor that
+        depends on them.
 
         Args:
             fetched: the rows that the step has looked up.
@@ -143,7 +144,7 @@ class Updates:
         """
         by_variable = {id(variable): (grad, variable) for grad, variable in grads}
         for variables, ids, group, route in fetched.groups:
-            # Layers are called in any order, also in the reverse of their variables'.
+            # Layers are called in any order, for example the reverse of their variables' order.
             ordered = [by_variable[id(v)] for v in variables if id(v) in by_variable]
             if len(ordered) == len(variables) == len(grads) and all(
                 grad.indices is own for (grad, _), own in zip(ordered, ids, strict=True)
@@ -161,7 +162,7 @@ class Updates:
         rate.
 
         Args:
-            sent: the tensors of these updates, as they have arrived.
+            sent: the tensors of these updates, as received.
         """
         scalars = [
             (v, ReadOnlyScalar(copies[where])) for v, copies in self.server_variables.scalars
@@ -176,7 +177,7 @@ class Updates:
                 copies[where].assign_add(1)
 
     def update_pack(self, optimizer: Any, pack: ServerPack, flat: tf.Tensor) -> None:
-        """Updates the variables of a pack with their gradients."""
+        """Updates the variables of a bucket with their gradients."""
         parts = pack.unpack(flat).values()
         for variable, grad in zip(pack.variables, parts, strict=True):
             self.update_whole(optimizer, self.server_variables.shard(variable), variable, grad)
@@ -201,14 +202,14 @@ class Updates:
         ids: tf.Tensor,
         rows: tf.Tensor,
     ) -> None:
-        """Updates some rows of shards, these only, whatever the optimizer.
+        """Updates only some rows of shards, for any optimizer.
 
         Args:
-            shards: (Keras variable, shard that has its rows on this server), of one shape and type
-                of a row; see `MultiTableLookup`.
-            sizes: int64 [shards], how many rows of each.
-            ids: int64 [n], the rows, counted from the start of their shard, each at most once.
-            rows: [n, ...], their gradients, perhaps in a shorter type.
+            shards: (Keras variable, shard that has its rows on this server), with rows of one shape
+                and type; see `MultiTableLookup`.
+            sizes: int64 [shards], number of rows of each.
+            ids: int64 [n], the rows, relative to the start of their shard, distinct.
+            rows: [n, ...], their gradients, perhaps in a shorter wire dtype.
         """
         rows = tf.cast(rows, shards[0][1].variable.dtype)
         each = tf.split(ids, sizes, num=len(shards)) if len(shards) > 1 else [ids]
@@ -239,10 +240,10 @@ class Updates:
 
 
 def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]]) -> None:
-    """Weight decay and the optimizer's own update.
+    """Runs weight decay and the optimizer's own update.
 
     Args:
-        pairs: (Keras variable or slot, what holds its values or rows here); `variable` first.
+        pairs: (Keras variable or slot, holder of its values or rows here); `variable` first.
     """
     with models.substituted(pairs):
         rate = optimizers.current_learning_rate(optimizer)
@@ -257,14 +258,15 @@ class ServerRows:
     """Some rows of a server's variables, in place of a variable during an optimizer's update.
 
     Assignments change these rows in place; other rows are neither read nor written. One update of
-    all of them is the same arithmetic as an update of each, in fewer ops. The gradients of a row
-    that occurs several times in a batch are added on the worker, so a server receives each row at
-    most once in a step.
+    all of them is the same arithmetic as an update of each, in fewer ops. If a row occurs several
+    times in a batch, the worker adds its gradients. So a server receives each row at most once in a
+    step.
 
     Args:
-        server_variables: on the server that runs this; their rows have one shape and type.
-        ids: for each int64 [n], each row at most once.
-        sizes: int64 [variables], how many ids of each.
+        server_variables: variables on the server that runs this; their rows have one shape and
+        type.
+        ids: for each variable int64 [n], distinct rows.
+        sizes: int64 [variables], number of ids of each.
     """
 
     def __init__(
@@ -273,7 +275,7 @@ class ServerRows:
         self._variables = server_variables
         self._sizes = sizes
         self._ids = ids
-        # Read even where an update only adds: a gather fetches rows into the cache ahead, a scatter
+        # Read even if an update only adds: a gather prefetches rows into the cache, while a scatter
         # would wait for each.
         of_each = zip(server_variables, ids, strict=True)
         self._rows = tf.concat([tf.gather(variable, own) for variable, own in of_each], axis=0)
@@ -309,9 +311,9 @@ class ServerRows:
 
 
 class ReadOnlyScalar:
-    """A scalar of the optimizer during a step: updates read it, only `Updates.run` counts.
+    """A scalar of the optimizer during a step: updates read it, and only `Updates.run` counts.
 
-    `copy` has it, on a server; `value` is that of `copy`, if it has been read.
+    `copy` is its variable on a server; `value` is that of `copy`, if it has been read.
     """
 
     def __init__(self, copy: tf.Variable, value: tf.Tensor | None = None):
@@ -330,7 +332,7 @@ class ReadOnlyScalar:
 
 
 def _densified(grad: Any, variable: Any) -> Any:
-    """Makes sparse gradients of small variables dense."""
+    """Converts sparse gradients of small variables to dense ones."""
     if isinstance(grad, tf.IndexedSlices) and not isinstance(
         models.native(variable), parameter_servers.RemoteRows
     ):

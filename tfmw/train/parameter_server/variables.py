@@ -12,13 +12,13 @@ Three copies of a variable exist during training, and each has one purpose:
 * a local copy on each worker, which a step reads and differentiates. It gets the server variable's
   value at the beginning of each step.
 
-Of a table (`tfmw.tables`) and its slots there is one copy, on the servers. The variables of a
+A table (`tfmw.tables`) and its slots exist only once, on the servers. The variables of a
 `HashTableEmbedding` are on the same servers, bucket by bucket.
 
-A server's small variables are sent in one tensor (a `ServerPack`), because the time depends on the
-number of messages more than on their bytes. A variable and its optimizer slots share a server, so
-an update needs the gradient only. Every server has its own copy of the optimizer's scalars (the
-step number, the learning rate).
+A server's small variables are sent in one tensor (a `ServerPack`), because the number of messages
+affects the time more than their bytes. A variable and its optimizer slots share a server, so an
+update needs the gradient only. Every server has its own copy of the optimizer's scalars (the step
+number, the learning rate).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger("tfmw")
 _COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
 
 PACK_BYTES = 1 << 20
-"""Variables of up to this many bytes are sent together; larger ones gain nothing from it."""
+"""Largest variable, in bytes, that is sent together with others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +69,11 @@ class ServerPack:
         return [int(np.prod(v.shape)) for v in self.variables]
 
     def pack(self, tensors: Iterable[tf.Tensor]) -> tf.Tensor:
-        """One tensor [elements of all variables] from a tensor for each variable."""
+        """Concatenates the tensors of all variables: [elements of all variables]."""
         return tf.concat([tf.reshape(tf.cast(t, self.dtype), [-1]) for t in tensors], axis=0)
 
     def unpack(self, flat: tf.Tensor) -> dict[int, tf.Tensor]:
-        """The reverse of `pack`: a tensor for each variable, by the variable's id."""
+        """Inverse of `pack`: a tensor for each variable, by the variable's id."""
         parts = tf.split(flat, self.sizes) if len(self.sizes) > 1 else [flat]
         return {id(v): tf.reshape(p, v.shape) for v, p in zip(self.variables, parts, strict=True)}
 
@@ -82,12 +82,12 @@ class ServerVariables:
     """The variables of a model on the parameter servers.
 
     Args:
-        model: compiled and built, with its optimizers built.
+        model: a compiled and built model, with its optimizers built.
         servers: number of parameter servers.
         partition: (shape, dtype) -> number of shards, along the first axis.
 
     Raises:
-        UsageError: an optimizer that is not supported; see `refuse_unsupported`.
+        UsageError: an optimizer is not supported; see `refuse_unsupported`.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ServerVariables:
                 self._slots.setdefault(id(variable), []).extend(slots)
         self._load = [0] * servers
         self._shards: dict[int, list[VariableShard]] = {}
-        # Large variables first, so that small ones even out the load. Tables are there already.
+        # Large variables first, so that small ones even out the load. Tables exist already.
         by_size = sorted(weights, key=lambda v: (not is_table(v), -_bytes(v)))
         for variable in sorted(by_size, key=lambda v: id(v) in followers):
             self._shards[id(variable)] = self._place(variable, counts.get(id(variable), 1))
@@ -155,7 +155,7 @@ class ServerVariables:
             self.tickets = tf.Variable(0, dtype=tf.int64, trainable=False, name="tickets")
             self.applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="applied")
         self._weights = weights
-        # By id, values that coordinator and servers share; no copy until one changes.
+        # Values, by id, that coordinator and servers share; no copy until one changes.
         self._known = {id(v): models.native(v).read_value() for v, _ in self.scalars}
         self._remember()
 
@@ -181,7 +181,7 @@ class ServerVariables:
         return VariableShard(self._create(variable, where, rows), where, start, stop, slots)
 
     def _with_slots(self, variable: Any, number: int) -> VariableShard:
-        """One shard of a table; of its slots only those are created that are no tables."""
+        """Creates one shard of a table, and those of its slots that are no tables."""
         shard: VariableShard = models.native(variable).shards[number]
         slots = {}
         for slot in self.slots_of(variable):
@@ -249,7 +249,7 @@ class ServerVariables:
     # ------------------------------------------------------------ the coordinator's copies
 
     def fetch(self, weights: bool = True, slots: bool = False) -> None:
-        """Copies the servers' values into the user's model; not those of tables.
+        """Copies the servers' values into the user's model, except those of tables.
 
         Args:
             weights: whether to copy the model's own variables.
@@ -279,7 +279,7 @@ class ServerVariables:
     def push(self) -> None:
         """Sends values that callbacks have changed on the coordinator: weights, the learning rate.
 
-        Not weights of more than 64 MB, for which the comparison would cost too much.
+        Weights of more than 64 MB are not sent, as their comparison would cost too much.
         """
         known = [v for v in self._weights if id(v) in self._known]
         self._push([*self.scalars, *((v, [self.shard(v).variable]) for v in known)])
@@ -356,7 +356,7 @@ def _partitioning(variable: Any) -> table_variables.Partitioning:
 
 
 def _leader(variable: Any) -> Any:
-    """The Keras variable that decides where a variable is divided; as a rule itself."""
+    """The Keras variable that determines the cuts of a variable; usually the variable itself."""
     follows = _partitioning(variable).follows
     return variable if follows is None else _leader(follows)
 
@@ -376,7 +376,8 @@ def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) ->
         return
     for a, b in blocks(0, shape[0], size // max(shape[0], 1)):
         with tf.device(server(shard.server)):
-            # Reading a variable that had sparse updates copies it whole; gathering rows does not.
+            # Reading a variable that had sparse updates copies it whole, while gathering rows does
+            # not.
             block = tf.gather(server_variable, tf.range(a, b))
         with tf.device(_COORDINATOR):
             rows = tf.range(shard.start + a, shard.start + b)

@@ -1,11 +1,11 @@
-"""The dataset of each worker of a parameter-server cluster.
+"""Datasets of the workers of a parameter-server cluster.
 
     makers, spec = for_workers(source, workers=2)   # each maker runs with its worker as the device
 
 Workers read at their own pace and may be lost at any time, so no order would read each example
 exactly once. Each worker repeats the whole dataset, in its own order, as in tf.distribute. A
-shuffle has different seeds on each worker. A dataset without a shuffle begins at a different batch
-on each worker, so that workers do not read the same batches at the same time. A callable gets an
+shuffle has different seeds on each worker. Without a shuffle, each worker starts at a different
+batch, so that workers do not read the same batches at the same time. A callable gets an
 `InputContext` with the worker's number and may shard by it.
 
 The pipeline is sent as a graph. Python code in it (`from_generator`, `py_function`, a PyDataset)
@@ -33,13 +33,13 @@ _UNSEEDED = -1  # marks shuffles without a seed, for which each worker draws one
 def for_workers(
     source: data.Source, workers: int
 ) -> tuple[list[Callable[[], tf.data.Dataset]], Any]:
-    """Each worker's infinite pipeline of batches.
+    """Creates each worker's infinite pipeline of batches.
 
     Returns:
-        (for each worker a function that creates its dataset, the spec of their elements).
+        (a function for each worker that creates its dataset, the spec of their elements).
 
     Raises:
-        UsageError: an empty dataset, or one that runs Python code.
+        UsageError: the dataset is empty, or runs Python code.
     """
     own = [_of_worker(source, worker, workers) for worker in range(workers)]
     spec = _common_spec([dataset.element_spec for dataset, _ in own])
@@ -65,7 +65,7 @@ def for_workers(
 
 @dataclasses.dataclass(frozen=True)
 class _OrderOfWorker(data.SharedOrder):
-    """Other seeds of shuffles on each worker."""
+    """Seeds of shuffles that differ between workers."""
 
     worker: int = 0
 
@@ -108,7 +108,7 @@ def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.
 
 
 def _common_spec(specs: list[Any]) -> Any:
-    """The common spec of all workers' batches, which one traced function reads."""
+    """Common spec of all workers' batches, which one traced function reads."""
     first = specs[0]
     for worker, other in enumerate(specs[1:], start=1):
         try:

@@ -35,7 +35,7 @@ _CITATION = """\
 
 
 class _Info(tfds.core.DatasetInfo):
-    """Does not search TFDS's bucket, which would leave an empty temporary folder."""
+    """A description without a search of TFDS's bucket, which leaves a temporary folder."""
 
     def initialize_from_bucket(self) -> None:
         """Does nothing: the description ships with the data."""
@@ -44,8 +44,8 @@ class _Info(tfds.core.DatasetInfo):
 class TfmwDigits(tfds.core.GeneratorBasedBuilder):
     """The 1,797 handwritten digits of the UCI repository, 8x8 pixels, shipped with tfmw.
 
-    The test part of "Optical Recognition of Handwritten Digits", E. Alpaydin, C. Kaynak, UCI
-    Machine Learning Repository, 1998, doi 10.24432/C50P49, CC BY 4.0. Nothing is downloaded.
+    They are the test set of "Optical Recognition of Handwritten Digits", E. Alpaydin, C. Kaynak,
+    UCI Machine Learning Repository, 1998, doi 10.24432/C50P49, CC BY 4.0. Nothing is downloaded.
 
     Each example: `image` uint8 [8, 8, 1], ink from 0 to 16; `label` int64 [], 0 to 9; `id` int64
     [], the image's place in the original file, 0 to 1796. Splits: `train` 1,437, `test` 360, the

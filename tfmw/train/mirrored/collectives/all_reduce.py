@@ -1,9 +1,9 @@
-"""The exchanges of workers over rings, and the cuts of an array into a part for each worker.
+"""Collectives of workers over rings, and cuts of an array into a shard for each worker.
 
     ring.sum(values)                # float32 [n]: the sum over workers, bit for bit the same on all
-    own = ring.reduce_scatter(values, cuts)     # this worker's part of it, and then
-    ring.all_gather(own, cuts, out=values)      # all parts, on all
-    rows, = ring.gather([local])    # float32 [sum of n]: all workers' arrays, one after the other
+    own = ring.reduce_scatter(values, cuts)     # this worker's shard of it, and then
+    ring.all_gather(own, cuts, out=values)      # all shards, on all workers
+    rows, = ring.gather([local])    # float32 [sum of n]: all workers' arrays, concatenated
     ring.broadcast(values)          # float32 [n]: the first worker's array
 
 `ring.py` is one ring, `hierarchy.py` is rings in two levels.
@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 
 Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)
-Cuts = Sequence[int]  # of an array into a part for each worker: N + 1 numbers from 0 to its length
+# cuts of an array into a shard for each worker: N + 1 numbers from 0 to its length
+Cuts = Sequence[int]
 
-# Elements; of 64 bytes and more. TensorFlow cuts an array there without a copy.
+# In elements; a cut is at a multiple of 64 bytes or more, where TensorFlow does not copy.
 _ALIGNED, _LARGE = 32, 1024
 
 
 class RingBroken(ConnectionError):
-    """A neighbour in the ring is lost, or hangs."""
+    """Error for a neighbour in the ring that is lost, or hangs."""
 
 
 def add_arrays(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
@@ -38,21 +39,21 @@ def add_arrays(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 
 def even_cuts(elements: int, workers: int) -> list[int]:
-    """An array of `elements`, cut into parts of about equal sizes; large ones at aligned bytes."""
+    """Cuts of an array of `elements` into about equal shards; large ones at aligned bytes."""
     unit = _ALIGNED if elements >= _LARGE * workers else 1
     cuts = [elements * part // workers // unit * unit for part in range(workers)]
     return [*cuts, elements]
 
 
 class AllReduce(abc.ABC):
-    """Exchanges between workers, as one of them. All workers make all calls, in the same order.
+    """Collectives of one worker. All workers must make all calls, in the same order.
 
-    After an error no further exchange is possible. Each of them raises:
+    After an error no further collective is possible. Each of them raises:
 
     - RingBroken: a worker is lost.
-    - RuntimeError: workers are in different exchanges.
+    - RuntimeError: workers are in different collectives.
 
-    `timeout_s`: seconds without a byte after which an exchange fails; None waits as long as the
+    `timeout_s`: seconds without a byte after which a collective fails; None waits as long as the
     neighbours respond.
     """
 
@@ -60,33 +61,33 @@ class AllReduce(abc.ABC):
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
-        self.exchanges = 0  # number of them so far
-        self.counts: collections.Counter[str] = collections.Counter()  # the same, by kind
+        self.exchanges = 0  # number of exchanges so far
+        self.counts: collections.Counter[str] = collections.Counter()  # number of exchanges by kind
         self._what = ""  # kind of the current exchange
         self._broken: Exception | None = None
         self._one_at_a_time = threading.Lock()
 
     @property
     def broken(self) -> Exception | None:
-        """The error after which no exchange is possible; None before it."""
+        """The error after which no collective is possible; None if there was none."""
         return self._broken
 
     @abc.abstractmethod
     def part_number(self, rank: int) -> int:
-        """The number of the part of a sum that a worker has first; see `reduce_scatter`."""
+        """Number of the shard of a sum that a worker has first; see `reduce_scatter`."""
 
     def own_part(self, cuts: Cuts) -> slice:
-        """The elements of a sum that this worker has first."""
+        """Elements of a sum that this worker has first."""
         number = self.part_number(self.rank)
         return slice(cuts[number], cuts[number + 1])
 
     def sum(self, values: np.ndarray, add: Add = add_arrays, what: str = "sum") -> np.ndarray:
-        """Replaces an array by the sum of all workers' arrays; returns it.
+        """Replaces an array by the sum of all workers' arrays (all-reduce); returns it.
 
         Args:
-            values: [n], of the same n and dtype on all workers.
+            values: [n], with the same n and dtype on all workers.
             add: (a, b, out): writes the sum of two arrays to a third, or to b.
-            what: kind of the exchange, at most 16 bytes; must be the same on all workers.
+            what: name of the kind, at most 16 bytes; must be the same on all workers.
         """
         with self._exchange(what):
             return self._sum(values, add)
@@ -94,13 +95,13 @@ class AllReduce(abc.ABC):
     def reduce_scatter(
         self, values: np.ndarray, cuts: Cuts, add: Add = add_arrays, what: str = "reduce_scatter"
     ) -> np.ndarray:
-        """This worker's part of the sum of all workers' arrays: the first half of `sum`.
+        """This worker's shard of the sum of all workers' arrays: the first half of `sum`.
 
-        With `even_cuts` it is bit for bit the same part of what `sum` returns.
+        With `even_cuts` it is bit for bit equal to that shard of the result of `sum`.
 
         Args:
-            values, add, what: as in `sum`; the other parts are overwritten by other values.
-            cuts: where the array is cut into a part for each worker; the same on all.
+            values, add, what: see `sum`; the other shards are overwritten.
+            cuts: boundaries of each worker's shard of the array; the same on all workers.
 
         Returns:
             [m], the elements `own_part(cuts)` of `values`.
@@ -111,21 +112,21 @@ class AllReduce(abc.ABC):
     def all_gather(
         self, own: np.ndarray, cuts: Cuts, out: np.ndarray, what: str = "all_gather"
     ) -> np.ndarray:
-        """The parts of all workers, in order: the second half of `sum`.
+        """The shards of all workers, in order: the second half of `sum`.
 
         Args:
-            own: [m], of the elements `own_part(cuts)`.
-            cuts, what: as in `reduce_scatter`.
-            out: [n], where the result is put, the same on all workers; it is returned.
+            own: [m], the elements `own_part(cuts)`.
+            cuts, what: see `reduce_scatter`.
+            out: [n], array for the result, with the same n on all workers; it is returned.
         """
         with self._exchange(what):
             return self._all_gather(own, cuts, out)
 
     def gather(self, local: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """All workers' arrays, joined along the first axis by rank.
+        """All workers' arrays, concatenated along the first axis by rank.
 
         Args:
-            local: arrays [rows, ...] with the same number of rows, which may differ between
+            local: arrays [rows, ...] with the same number of rows; the number may differ between
                 workers.
         """
         with self._exchange("gather"):
@@ -135,15 +136,15 @@ class AllReduce(abc.ABC):
         """Replaces an array by the first worker's; returns it.
 
         Args:
-            values: [n], of the same n and dtype on all workers; on the first it is only read.
-            what: as in `sum`.
+            values: [n], with the same n and dtype on all workers; the first worker only reads it.
+            what: see `sum`.
         """
         with self._exchange(what):
             return self._broadcast(values)
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Closes the links; exchanges of the neighbours fail."""
+        """Closes the links, so that collectives of the neighbours fail."""
 
     @contextlib.contextmanager
     def _exchange(self, what: str) -> Iterator[None]:
@@ -162,7 +163,7 @@ class AllReduce(abc.ABC):
 
     @abc.abstractmethod
     def _shut(self) -> None:
-        """Closes the links after an error, so that neighbours that wait fail, too."""
+        """Closes the links after an error, so that waiting neighbours fail, too."""
 
     @abc.abstractmethod
     def _sum(self, total: np.ndarray, add: Add) -> np.ndarray: ...

@@ -1,4 +1,4 @@
-"""The ring of a strategy's workers, in two levels on several machines, connected at first use."""
+"""The ring of a strategy's workers, with two levels on several machines, connected at first use."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _connected_once = False
 def ring_of(strategy: tf.distribute.Strategy) -> AllReduce | None:
     """The ring over which `strategy` sums gradients; None if TensorFlow sums them.
 
-    For workers of one CPU replica each, unless `init` was called with other collectives. All tasks
-    must call this; the first call connects them.
+    Workers of one CPU replica each have a ring, unless `init` was called with other collectives.
+    All tasks must call this; the first call connects them.
 
     Raises:
-        UsageError: collectives="tfmw" was asked for, and there can be no ring.
+        UsageError: `init` had collectives="tfmw", but there can be no ring.
     """
     global _ring, _connected_once
     joined = membership.joined()
@@ -41,7 +41,7 @@ def ring_of(strategy: tf.distribute.Strategy) -> AllReduce | None:
     if not _connected_once:
         _connected_once = True
         _ring = connected = _connect(joined)
-        if connected is not None:  # a second ring ends with the call that has made it
+        if connected is not None:  # a second ring ends with the call that created it
             joined.positions.append(lambda: None if connected.broken else connected.exchanges)
     if _ring is not None:
         _ring.timeout_s = joined.options.timeout_seconds
@@ -49,9 +49,10 @@ def ring_of(strategy: tf.distribute.Strategy) -> AllReduce | None:
 
 
 def another_ring(strategy: tf.distribute.Strategy) -> AllReduce | None:
-    """A second ring between the same workers, for exchanges during those of the first one.
+    """A second ring between the same workers, for collectives during those of the first one.
 
-    None if TensorFlow sums their gradients. All tasks must call it; the caller closes the ring.
+    Returns None if TensorFlow sums their gradients. All tasks must call it; the caller closes the
+    ring.
     """
     joined = membership.joined()
     if joined is None or ring_of(strategy) is None:

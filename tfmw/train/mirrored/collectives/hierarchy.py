@@ -1,14 +1,14 @@
-"""The all-reduce of workers on several machines: within each machine first, then between them.
+"""Hierarchical all-reduce of workers on several machines: within each machine, then between them.
 
     ring = connect(rank, machines, join)
-    ring.sum(values)                # and so on, as in all_reduce.py
+    ring.sum(values)                # and the other methods of all_reduce.py
 
 One ring of all workers sends 2 (N - 1) / N times the bytes of an array over the network of each
-machine, in 2 (N - 1) messages, one after the other. Here the K workers of a machine sum first,
-through the memory that they share, and each of them has one K-th of the machine's sum. Each then
-sums its part with one worker of each of the other machines, M in all. In the end the workers of a
-machine exchange their parts. That is 2 (M - 1) / M times the bytes over the network of each
-machine, in 2 (M - 1) messages.
+machine. It needs 2 (N - 1) messages, one after the other. Here the K workers of a machine first
+reduce-scatter through their shared memory, so that each has 1/K of the machine's sum. Each then
+all-reduces its shard with one worker of each of the other machines, M in all. At the end the
+workers of a machine all-gather their shards. This sends 2 (M - 1) / M times the bytes over the
+network of each machine, in 2 (M - 1) messages.
 
 Each element is summed on one worker and copied from there, so all workers have the same sum, bit
 for bit. Elements are added in another order than in one ring, so the two differ by rounding.
@@ -26,15 +26,15 @@ from tfmw.train.mirrored.collectives.all_reduce import Add, AllReduce, Cuts, eve
 from tfmw.train.mirrored.collectives.ring import Ring
 
 HIERARCHY = "TFMW_HIERARCHY"
-"""Variable: with 0, one ring connects all workers, whatever machines they are on."""
+"""Variable: with 0, one ring connects all workers, on any machines."""
 
 
 class HierarchicalRing(AllReduce):
-    """The sum over workers in two levels.
+    """All-reduce of workers in two levels.
 
     Args:
-        machines: the ranks of each machine's workers, as many on each; rank 0 is the first.
-        rank: of this worker.
+        machines: the ranks of each machine's workers, the same number on each; rank 0 is the first.
+        rank: rank of this worker.
         within: the ring of this machine's workers.
         between: the ring of one worker of each machine.
     """
@@ -86,7 +86,7 @@ class HierarchicalRing(AllReduce):
             return self.within.all_gather(own, cuts, values, what)
 
     def part_number(self, rank: int) -> int:
-        """The part of a sum that a worker has first. Its machine's sum gives it M in a row."""
+        """The shard of a sum that a worker has first; its machine's sum gives it M in a row."""
         machine, place = self._place[rank]
         first = self.within.part_number(place) * len(self._machines)
         return first + self._between.part_number(machine)
@@ -99,7 +99,7 @@ class HierarchicalRing(AllReduce):
         self.close()  # workers that wait at the other level fail, too
 
     def _levels(self, cuts: Cuts) -> tuple[Cuts, Cuts]:
-        """Cuts of an array within a machine, and of this worker's part of it between machines."""
+        """Cuts of an array within a machine, and of this worker's shard of it between machines."""
         machines = len(self._machines)
         first = self.within.part_number(self.within.rank) * machines
         own = cuts[first : first + machines + 1]
@@ -122,7 +122,7 @@ class HierarchicalRing(AllReduce):
 
     def _gather(self, local: list[np.ndarray]) -> list[np.ndarray]:
         (rows,) = self._by_place([np.array([len(local[0])])])
-        # They come by their place in a machine, then by machine.
+        # The results are ordered by position in a machine, then by machine.
         order = np.array(self._machines).T.reshape(-1)
         starts = np.split(np.arange(rows.sum()), np.cumsum(rows)[:-1])
         by_rank = np.concatenate([starts[i] for i in np.argsort(order)])
@@ -138,10 +138,11 @@ class HierarchicalRing(AllReduce):
 
 
 def by_machine(machines: Sequence[Hashable]) -> list[list[int]] | None:
-    """Ranks of each machine's workers; None where one ring is as good, or the only way.
+    """Ranks of each machine's workers; None if one ring is as good, or the only possibility.
 
     Args:
-        machines: of each worker by rank, equal for workers of one machine; None if unknown.
+        machines: id of each worker's machine by rank, equal for workers of one machine; None if
+        unknown.
     """
     found: dict[Hashable, list[int]] = {}
     for rank, machine in enumerate(machines):
@@ -156,9 +157,9 @@ def connect(
     """Joins one ring of all workers, or the two levels. All workers must call it.
 
     Args:
-        rank: of this worker.
-        machines: as in `by_machine`.
-        join: joins the ring of these ranks, as `ring.connect` does.
+        rank: rank of this worker.
+        machines: see `by_machine`.
+        join: function that joins the ring of these ranks, as `ring.connect` does.
     """
     groups = by_machine(machines)
     if groups is None:

@@ -1,4 +1,4 @@
-"""Connects and authenticates two neighbours of a ring.
+"""Connection and authentication of two neighbours in a ring.
 
     with closing(Listener(host, key)) as listener:               # each worker opens one
         addresses = from_all(listener.address)                   # and publishes its address
@@ -9,7 +9,7 @@ Both sides prove that they know the key, which is never sent (cluster/wire.py). 
 depends on the key:
 
 - `TFMW_TOKEN` in the environment of all tasks (`tfmw run` sets one for the tasks that it starts;
-  over several hosts, set the same for all). Without the token nobody can take a worker's place,
+  over several hosts, set the same for all). Without the token no process can take a worker's place,
   even after reading all messages between the tasks.
 - Without a token, the chief draws a key and sends it through TensorFlow's coordination service,
   which has no authentication. It rejects accidental and random connections, such as port scans, but
@@ -46,10 +46,10 @@ SHARED_MEMORY = "TFMW_SHARED_MEMORY"
 class Address(TypedDict):
     """The address of a worker, for workers of its machine and of other machines."""
 
-    port: int  # for TCP
+    port: int  # port for TCP
     # Equal for workers that can connect to each other's `name`; None if not supported.
     machine: list[Any] | None
-    name: str  # of a Unix socket
+    name: str  # name of a Unix socket
 
 
 class Listener:
@@ -84,13 +84,13 @@ class Listener:
                 receivers.get().peer.close()
 
     def accept(self, before: Address) -> Receiver:
-        """The first connection within CONNECT_S that proves to know the key.
+        """The first connection within CONNECT_S that proves knowledge of the key.
 
         Args:
             before: the address of the previous worker, which determines the kind of connection.
 
         Raises:
-            OSError: there is no such connection.
+            OSError: no such connection was made.
         """
         shared = _same_machine(before, self.address)
         with contextlib.suppress(queue.Empty):
@@ -114,7 +114,7 @@ def connect(host: str, after: Address, local: Address, key: bytes) -> Sender:
     """Connects to the next worker.
 
     Args:
-        host: its name or IP address.
+        host: name or IP address of the next worker.
         after, local: the addresses of the next worker and of this one.
         key: the key of this training.
 

@@ -26,7 +26,7 @@ from tfmw.train.mirrored.collectives.hierarchy import HierarchicalRing
 from tfmw.train.mirrored.collectives.transports import OverRing, transport_of
 from tfmw.train.mirrored.replicas import flattened, split
 
-_zero: tf.Variable | None = None  # without reduction: a 0 that TensorFlow cannot fold
+_zero: tf.Variable | None = None  # a 0 that TensorFlow cannot fold, used without reduction
 
 
 @contextlib.contextmanager
@@ -50,11 +50,12 @@ def zero_factor() -> tf.Variable | None:
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """Variables whose gradients travel together, and are cut into a part for each replica."""
+    """A bucket of variables whose gradients are sent together, with a shard per replica."""
 
-    sizes: dict[int, int]  # index of a variable -> its elements, in the order of travel
-    cuts: Cuts  # into the parts
-    # By replica: (index, elements) of the flattened variables that have some in its part.
+    # index of a variable -> its number of elements, in the order of the bucket
+    sizes: dict[int, int]
+    cuts: Cuts  # cuts into the shards
+    # rank -> (index, elements) of the flattened variables that have some in its shard
     parts: list[list[tuple[int, slice]]]
     dtype: tf.DType
 
@@ -64,7 +65,7 @@ class Reduction:
 
     Args:
         strategy: the strategy of the replicas.
-        compression: "fp16" or "bf16": the type in which dense float32 gradients are sent and
+        compression: "fp16" or "bf16": the wire dtype in which dense float32 gradients are sent and
             summed; None for their own.
     """
 
@@ -89,7 +90,7 @@ class Reduction:
         return own
 
     def __call__(self, grads: list[Any]) -> list[Any]:
-        """Gradients of this replica -> their sums over all replicas. In a replica context.
+        """Gradients of this replica -> their sums over all replicas; called in a replica context.
 
         Args:
             grads: dense tensors, `tf.IndexedSlices`, or None.
@@ -112,29 +113,30 @@ class Reduction:
     def own_sums(
         self, given: dict[int, Any], packs: Sequence[Pack], rank: int
     ) -> tuple[dict[int, tf.Tensor], dict[int, Any]]:
-        """This replica's part of the sums. In a replica context.
+        """This replica's shard of the sums; called in a replica context.
 
         Args:
             given: index of a variable -> this replica's gradient.
-            packs: of the sharded variables.
-            rank: of this replica.
+            packs: buckets of the sharded variables.
+            rank: rank of this replica.
 
         Returns:
-            (index -> this replica's elements of the sum, in a flat form; index -> the whole sum, of
-            variables in no pack).
+            (index -> this replica's elements of the sum, flat; index -> the whole sum, for
+            variables in no bucket).
         """
         packed = {index for pack in packs for index in pack.sizes}
         rest = {index: grad for index, grad in given.items() if index not in packed}
         own: dict[int, tf.Tensor] = {}
         if not isinstance(self.transport, OverRing):
-            # All of them as without sharing: TensorFlow adds in an order that depends on its packs.
+            # All of them as without sharding, as TensorFlow's order of addition depends on its
+            # packs.
             totals = dict(zip(given, self(list(given.values())), strict=True))
             for index, part in (part for pack in packs for part in pack.parts[rank]):
                 if index in totals:
                     own[index] = tf.reshape(totals[index], [-1])[part]
             return own, {index: totals[index] for index in rest}
         for pack in packs:
-            # Without a gradient this time, a variable's place in the pack stays.
+            # The bucket keeps the place of a variable without a gradient in this step.
             whole = flattened(
                 [
                     tf.convert_to_tensor(given[index])
@@ -169,7 +171,7 @@ def _as_type(grad: Any, dtype: tf.DType) -> Any:
 
 
 def _parts_of(grad: Any) -> list[tuple[Origin | None, Any]]:
-    """(origin of its rows, part) of a gradient; a dense one is its only part, None has none."""
+    """(origin of its rows, part) of a gradient; a dense one is a single part, None has no part."""
     if grad is None:
         return []
     return [*row_parts(grad)] if isinstance(grad, tf.IndexedSlices) else [(None, grad)]
@@ -180,8 +182,8 @@ def joined_parts(parts: list[tuple[Origin | None, Any]], replicas: int) -> Any:
 
     Args:
         parts: (origin of its rows, part): dense ones summed over replicas, slices of all replicas
-            joined.
-        replicas: number of them.
+            concatenated.
+        replicas: number of replicas.
     """
     origin, first = parts[0]
     if origin is None:
@@ -197,7 +199,7 @@ def joined_parts(parts: list[tuple[Origin | None, Any]], replicas: int) -> Any:
 
 
 def _added_up(origin: Origin, part: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
-    """The rows of one lookup on all replicas, as one process has them."""
+    """The rows of one lookup on all replicas, equal to those of one process."""
     if origin is Origin.EXAMPLES:
         return part
     rows, size = part.indices, tf.size(part.indices)
@@ -206,7 +208,7 @@ def _added_up(origin: Origin, part: tf.IndexedSlices, replicas: int) -> tf.Index
     equal = tf.logical_and(of_one * replicas == size, tf.reduce_all(blocks == blocks[:1]))
     distinct, position = tf.unique(rows)
     number = tf.size(distinct)
-    if origin is Origin.SAME:  # each occurrence for itself, if they can be told apart
+    if origin is Origin.SAME:  # each occurrence separately, if they can be distinguished
         position = tf.where(equal, tf.range(size) % tf.maximum(of_one, 1), position)
         number = tf.where(equal, of_one, number)
     elif origin is Origin.UNKNOWN:

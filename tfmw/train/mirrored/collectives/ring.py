@@ -1,17 +1,18 @@
-"""The ring all-reduce, for gradients of workers without GPUs. Standard library and NumPy.
+"""Ring all-reduce for gradients of workers without GPUs.
 
     ring = connect(rank, addresses, key, from_all=group.from_all)
-    ring.sum(values)                # and so on, as in all_reduce.py
+    ring.sum(values)                # and the other methods of all_reduce.py
 
-Each worker sends to the next one and receives from the one before it: 2 (N - 1) messages of a
-1/N-th of the array each (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters
-of Workstations, 2009). Received values are added and sent in small pieces, so a worker starts to
-send a sum before it has received all of it. The links use TCP, or memory that two workers of one
-machine share (ring_links.py).
+Each worker sends to the next one and receives from the previous one: 2 (N - 1) messages of 1/N of
+the array each (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of
+Workstations, 2009). Received values are added and sent in small chunks, so a worker starts to send
+a sum before it has received all of it. The links use TCP, or memory that two workers of one machine
+share (ring_links.py).
 
 TensorFlow's own ring does the same over gRPC, where each message is allocated, zeroed and copied
 several times. It takes a multiple of the time (bench/ring.py measures both). Only arrays are sent
-here, between authenticated workers (listener.py).
+here, between authenticated workers (listener.py). The module uses the standard library and NumPy
+only.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tfmw.train.mirrored.collectives.all_reduce import (
 from tfmw.train.mirrored.collectives.ring_links import PIECE_BYTES, Receiver, Sender
 
 QUIET_S = 5.0  # seconds without a byte after which neighbours are probed
-_MISSES = 2  # probes in a row without a response: a busy worker may miss one
+_MISSES = 2  # number of probes in a row without a response; a busy worker may miss one
 
 # Number of the exchange, number of bytes that follow, kind of exchange.
 _HEADER = struct.Struct("!QQ16s")
@@ -50,8 +51,8 @@ class Ring(AllReduce):
     """The ring all-reduce, as one of its workers.
 
     Args:
-        rank: of this worker, in the ring.
-        workers: the rank of each in the training, by its rank in the ring.
+        rank: rank of this worker in the ring.
+        workers: rank of each worker in the training, by its rank in the ring.
         to_next, from_previous: the links to both neighbours.
         probe_peer: called with the rank of each neighbour after QUIET_S seconds without a byte;
             raises if that worker does not respond. After two failures in a row it is lost.
@@ -75,7 +76,7 @@ class Ring(AllReduce):
         self._probe_peer = probe_peer
 
     def part_number(self, rank: int) -> int:
-        """The part of a sum that a worker has first: the one that comes to it last."""
+        """The shard of a sum that a worker has first: the one that it receives last."""
         return (rank + 1) % self.size
 
     def close(self) -> None:
@@ -110,7 +111,7 @@ class Ring(AllReduce):
         return total
 
     def _swap(self, total: np.ndarray) -> None:
-        """The sum of two workers: each sends all its values, so that both wait once, not twice.
+        """All-reduces between two workers: each sends all its values, so that both wait only once.
 
         Both add in the order of their ranks, as the bits of a NaN depend on it.
         """
@@ -122,17 +123,17 @@ class Ring(AllReduce):
         self._finish()
 
     def _turn(self, total: np.ndarray, cuts: Cuts, rounds: range, add: Add) -> None:
-        """Passes parts from worker to worker, one in each round.
+        """Passes shards from worker to worker, one in each round.
 
-        In the first N - 1 rounds what comes is added to this worker's values, and in the others it
-        is complete and replaces them. A piece is replaced only when it has been sent: the complete
-        one has passed the next worker, which has added this worker's values to it.
+        In the first N - 1 rounds received values are added to this worker's, and in the others they
+        are complete and replace them. A chunk is replaced only after it has been sent: the complete
+        chunk has passed the next worker, which has added this worker's values to it.
 
         Args:
-            total: [n], this worker's values; what comes is put there.
-            cuts: of it.
-            rounds: of the 2 (N - 1), those to make.
-            add: writes the sum of its first two arguments to the third.
+            total: [n], this worker's values; received values are stored there.
+            cuts: cuts of `total`.
+            rounds: the rounds to run, of 2 (N - 1).
+            add: function that writes the sum of its first two arguments to the third.
         """
         adding = self.size - 1
         scratch: np.ndarray = np.empty(_piece_length(total), total.dtype)
@@ -200,7 +201,7 @@ class Ring(AllReduce):
         return np.frombuffer(header, np.uint8)
 
     def _incoming_bytes(self) -> int:
-        """The number of bytes that follow, after checking that both are in the same exchange."""
+        """Number of bytes that follow, after a check that both are in the same exchange."""
         header: np.ndarray = np.empty(_HEADER.size, np.uint8)
         self._receive(header)
         number, nbytes, padded = _HEADER.unpack(header.tobytes())
@@ -233,7 +234,7 @@ class Ring(AllReduce):
 
     @contextlib.contextmanager
     def _received(self, into: np.ndarray) -> Iterator[np.ndarray]:
-        """The next values of the previous worker, see `take`; sends released bytes meanwhile."""
+        """Yields the next values of the previous worker; sends released bytes meanwhile."""
         while True:
             moved = self._push()
             try:
@@ -248,7 +249,7 @@ class Ring(AllReduce):
         self._previous.done()
 
     def _push(self) -> bool:
-        """Sends released bytes that the next worker has room for; returns whether it sent any."""
+        """Sends released bytes for which the next worker has room; returns whether it sent any."""
         try:
             return self._next.push()
         except OSError as e:
@@ -290,7 +291,7 @@ class Ring(AllReduce):
 
 
 def _piece_length(array: np.ndarray) -> int:
-    """Elements of a piece."""
+    """Number of elements of a chunk."""
     return max(1, PIECE_BYTES // array.itemsize)
 
 
@@ -312,15 +313,15 @@ def connect(
     """Joins the ring, or one of several rings. All workers must call it.
 
     Args:
-        rank: of this worker.
+        rank: rank of this worker.
         hosts: names or IP addresses of all workers, by rank.
         key: the key of this training; see listener.py.
-        from_all: an all-gather: returns every worker's value, by rank.
+        from_all: an all-gather, which returns every worker's value, by rank.
         workers: ranks of this worker's ring.
-        probe_peer, timeout_s: as in `Ring`.
+        probe_peer, timeout_s: see `Ring`.
 
     Raises:
-        RingBroken: on all workers, if two neighbours could not connect; it names them.
+        RingBroken: two neighbours could not connect; raised on all workers, with their names.
     """
     place, size = workers.index(rank), len(workers)
     after, before = workers[(place + 1) % size], workers[place - 1]

@@ -7,11 +7,11 @@
     from_previous.done()
 
 Workers of one machine copy values through shared memory, in a few slots that stay in the caches. A
-socket between them reports which slots are full and which are free. That takes a third of the time
-of TCP, which copies each byte into the kernel and out of it, packet by packet. Unlike counters in
-the memory, a socket lets a worker sleep until there is something to do, detects the loss of the
-peer, and orders memory: values written before a message are visible after it, on every processor.
-listener.py connects two workers.
+socket between them reports full and free slots. This takes a third of the time of TCP, which copies
+each byte into the kernel and out of it, packet by packet. Unlike counters in the memory, a socket
+lets a worker sleep until there is work, and detects the loss of the peer. It also orders memory:
+values written before a message are visible after it, on every processor. listener.py connects two
+workers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ import socket
 import numpy as np
 import numpy.typing as npt
 
-PIECE_BYTES = 1 << 19  # bytes that are added and sent at once; they stay in the caches
-_SLOTS = 4  # number of pieces in shared memory
+PIECE_BYTES = 1 << 19  # bytes of a chunk that is added and sent at once; chunks stay in the caches
+_SLOTS = 4  # number of chunks in shared memory
 MEMORY_BYTES = _SLOTS * PIECE_BYTES
 _DONE = b"\0"  # message: one more slot is full, or free
-_WITH_NEXT = 1 << 10  # bytes of a part up to which the peer need not wake before the next one
+# size in bytes up to which a message need not wake the peer before the next one
+_WITH_NEXT = 1 << 10
 
 
 class Sender:
@@ -43,31 +44,31 @@ class Sender:
         peer.setblocking(False)
         self.peer = peer
         self._parts: collections.deque[memoryview] = collections.deque()
-        self._released = 0  # bytes that may be sent
+        self._released = 0  # number of bytes that may be sent
 
     def add(self, *arrays: np.ndarray, may_go: bool = False) -> None:
-        """Queues arrays. They are sent after `release`, or without it if `may_go` is True."""
+        """Queues arrays. They are sent after `release`, or at once if `may_go` is True."""
         for array in arrays:
             if array.size:
                 self._put(_bytes_of(array))
                 self._released += array.nbytes if may_go else 0
 
     def release(self, nbytes: int) -> None:
-        """Releases the next `nbytes` bytes: whole arrays, or whole pieces (PIECE_BYTES) of one."""
+        """Releases the next `nbytes` bytes: whole arrays, or whole chunks (PIECE_BYTES) of one."""
         self._released += nbytes
 
     @property
     def left(self) -> bool:
-        """Whether queued bytes remain to be sent."""
+        """Whether queued bytes remain."""
         return bool(self._parts)
 
     @property
     def may_go(self) -> bool:
-        """Whether released bytes remain to be sent."""
+        """Whether released bytes remain."""
         return self.left and self._released > 0
 
     def push(self) -> bool:
-        """Sends released bytes as long as there is room; returns whether it sent any.
+        """Sends released bytes while there is room; returns whether it sent any.
 
         Raises:
             OSError: the next worker is lost.
@@ -104,14 +105,14 @@ class Receiver:
     def __init__(self, peer: socket.socket):
         peer.setblocking(False)
         self.peer = peer
-        self._filled = 0  # received bytes of the current array
+        self._filled = 0  # number of received bytes of the current array
 
     def take(self, into: np.ndarray) -> np.ndarray | None:
-        """The next values: in `into`, or in memory that is valid until `done`; None if incomplete.
+        """The next values, in `into` or in memory that is valid until `done`; None if incomplete.
 
         Args:
-            into: an array of the expected shape and dtype, of at most PIECE_BYTES. After a None,
-                pass the same array again.
+            into: an array of the expected shape and dtype, of at most PIECE_BYTES. If the result is
+                None, pass the same array again.
 
         Raises:
             OSError: the previous worker is lost.
@@ -133,7 +134,7 @@ class Receiver:
 
 
 class SharedSender(Sender):
-    """Sends through memory that it shares with the next worker.
+    """Sends through memory that is shared with the next worker.
 
     Args:
         memory: [_SLOTS, PIECE_BYTES] bytes.
@@ -178,7 +179,7 @@ class SharedSender(Sender):
 
 
 class SharedReceiver(Receiver):
-    """Receives through memory that it shares with the previous worker.
+    """Receives through memory that is shared with the previous worker.
 
     Args:
         memory: [_SLOTS, PIECE_BYTES] bytes.
@@ -207,7 +208,7 @@ class SharedReceiver(Receiver):
 
 
 def _count(peer: socket.socket) -> int:
-    """The number of slots that the peer has reported."""
+    """Number of slots that the peer has reported."""
     reports = peer.recv(_SLOTS)
     if not reports:
         raise ConnectionError("it closed the connection")

@@ -39,8 +39,8 @@ SUM = tf.distribute.ReduceOp.SUM
 
 # A gradient of more than this many packs is split, into pieces of this many packs.
 WHOLE_PACKS, PIECE_PACKS = 6, 2
-# Bytes of a pack for tfmw's own ring, if the strategy has no pack size: the minimum, and per
-# worker. The messages of a pack wait for one another, and their number grows with the workers.
+# Bytes of a bucket for tfmw's own ring, if the strategy has no pack size: the minimum, and per
+# worker. The messages of a bucket wait for one another, and their number grows with the workers.
 RING_PACK, RING_PACK_OF_WORKER = 4 << 20, 1 << 20
 GATHERED_PACK = 32 << 20
 """Bytes of weights that TensorFlow gathers at a time."""
@@ -51,7 +51,7 @@ def transport_of(strategy: tf.distribute.Strategy, options: Any) -> Transport:
     """The transport between the replicas of a strategy.
 
     Args:
-        options: TensorFlow's, for its collectives; None for its defaults.
+        options: TensorFlow's options for its collectives; None for its defaults.
     """
     pack = options.bytes_per_pack if options is not None else 0
     ring = ring_of(strategy)
@@ -68,32 +68,32 @@ class OverRing:
     then writes one variable, because TensorFlow runs such ops in the order of the program, across
     functions too.
 
-    This worker is one replica.
+    This worker has one replica.
     """
 
-    whole_sums = False  # whether a part of a sum takes as many bytes as the whole sum
+    whole_sums = False  # whether a shard of a sum takes as many bytes as the whole sum
     between_gpus = False  # whether TensorFlow sums between GPUs
-    of = "workers"  # or "replicas", in messages
+    of = "workers"  # "workers" or "replicas", in messages
 
     def __init__(self, ring: AllReduce, pack_bytes: int):
         self.use(ring)
-        self.pack_bytes = pack_bytes  # of gradients that form a pack
+        self.pack_bytes = pack_bytes  # bytes of gradients in a bucket
         with tf.init_scope(), tf.device("cpu:0"):
             self._turn = tf.Variable(0, dtype=tf.int64, trainable=False)
-            # Of no shape that TensorFlow knows in advance: it would compute what does not depend on
-            # the step once for all steps, into memory that the ring then overwrites.
+            # A variable without a static shape. Otherwise TensorFlow would compute values that do
+            # not depend on the step once for all steps, into memory that the ring then overwrites.
             self._no_indices = tf.Variable(tf.zeros([0, 1], tf.int64), False, shape=[None, 1])
 
     def use(self, ring: AllReduce) -> None:
-        """Sends over a ring, in turn with the exchanges over an earlier one."""
-        self.ring, self.size, self.ranks = ring, ring.size, [ring.rank]  # of this process
+        """Sends over a ring, after the exchanges over an earlier one."""
+        self.ring, self.size, self.ranks = ring, ring.size, [ring.rank]  # the rank of this process
 
     def part_number(self, rank: int) -> int:
-        """The part of a sum that a replica has first; see `AllReduce`."""
+        """The shard of a sum that a replica has first; see `AllReduce`."""
         return self.ring.part_number(rank)
 
     def __call__(self, grads: list[Any]) -> list[Any]:
-        """Gradients of this replica -> their sums over all replicas. In a replica context.
+        """Gradients of this replica -> their sums over all replicas; called in a replica context.
 
         Args:
             grads: dense tensors, or `tf.IndexedSlices`, whose slices are concatenated.
@@ -111,7 +111,7 @@ class OverRing:
         return out
 
     def summed(self, flat: tf.Tensor, what: str = "metrics") -> tf.Tensor:
-        """The sum over all replicas: [n] -> [n]. In a replica context.
+        """The sum over all replicas, [n] -> [n]; called in a replica context.
 
         The ring numbers sums of all kinds. So if the data of one worker ends early, the workers
         fail instead of waiting for each other.
@@ -122,30 +122,30 @@ class OverRing:
         return total
 
     def scattered(self, flat: tf.Tensor, cuts: Cuts) -> tf.Tensor:
-        """This worker's part of a sum, see `AllReduce.reduce_scatter`: [n] -> [m]."""
+        """This worker's shard of a sum, [n] -> [m]; see `AllReduce.reduce_scatter`."""
         exchange = functools.partial(
             self.ring.reduce_scatter, cuts=cuts, add=_add_of(flat.dtype), what="gradients"
         )
-        # Without a copy, as parts begin at aligned bytes.
+        # Without a copy, as shards begin at aligned bytes.
         return self._in_memory(exchange, [flat], "gradients")[self.ring.own_part(cuts)]
 
     def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
-        """The parts of all replicas, in order: [m] -> [n]. In a replica context."""
+        """The shards of all replicas, in order, [m] -> [n]; called in a replica context."""
 
         def exchange(out: np.ndarray, own: np.ndarray) -> None:
             self.ring.all_gather(own, cuts, out, "weights")
 
-        # Not before its turn: all packs would be in memory at once.
+        # Waits for its turn: otherwise all buckets would be in memory at once.
         with tf.device("cpu:0"), tf.control_dependencies([self._turn.read_value(), own]):
             new = tf.raw_ops.Empty(shape=[cuts[-1]], dtype=own.dtype)
         return self._in_memory(exchange, [new, own], "weights")
 
     def gather_between_steps(self, own: Sequence[np.ndarray], cuts: Cuts, out: np.ndarray) -> None:
-        """Gathers the parts of a value between steps. All workers call it.
+        """Gathers the shards of a value between steps. All workers must call it.
 
         Args:
-            own: uint8 [m] each, of this process's replicas.
-            cuts: into a part for each replica.
+            own: uint8 [m] for each replica of this process.
+            cuts: cuts into a shard for each replica.
             out: uint8 [n], to fill.
         """
         self.ring.all_gather(own[0], cuts, out, "values")
@@ -180,13 +180,13 @@ class OverRing:
         with tf.device("cpu:0"):
             owned = self._in_own_memory(first)
             self._in_turn(run, [owned, *others], [], what)
-            # No identity: TensorFlow's optimizer moves a cast to fewer bits before one, and with it
-            # the reading of the memory before the exchange.
+            # No identity: TensorFlow's optimizer moves a cast to fewer bits before one, and so the
+            # read of the memory before the exchange.
             with tf.control_dependencies([self._turn.read_value()]):
                 return self._in_own_memory(owned)
 
     def _in_own_memory(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The tensor, in its own memory if that has no other use; else in a copy."""
+        """The tensor, in its own memory if that has no other use; otherwise a copy."""
         return tf.raw_ops.ScatterNdNonAliasingAdd(
             input=tensor, indices=self._no_indices.read_value(), updates=tf.zeros([0], tensor.dtype)
         )
@@ -217,11 +217,11 @@ class OverRing:
 
 
 class OverTensorFlow:
-    """The same by TensorFlow's collectives, without `scattered`; see `OverRing`.
+    """Transport by TensorFlow's collectives, without `scattered`; see `OverRing`.
 
     Args:
         strategy, options: see `transport_of`.
-        split_bytes: of a pack, in which it sends; large gradients are split by it, unless it is 0.
+        split_bytes: size of a pack; large gradients are split into such pieces, unless it is 0.
     """
 
     ring, whole_sums, of = None, True, "replicas"
@@ -239,7 +239,8 @@ class OverTensorFlow:
         return rank
 
     def __call__(self, grads: list[Any]) -> list[Any]:
-        if self.between_gpus:  # "Collective all-reduce does not support datatype DT_BFLOAT16"
+        # error of TensorFlow: "Collective all-reduce does not support datatype DT_BFLOAT16"
+        if self.between_gpus:
             grads = [tf.cast(g, tf.float32) if g.dtype == tf.bfloat16 else g for g in grads]
         cut = [self._pieces(grad) for grad in grads]
         replica = tf.distribute.get_replica_context()
@@ -280,7 +281,8 @@ class OverTensorFlow:
         if len(own) == self.size:
             np.concatenate(own, out=out)
             return
-        # Parts of one length, as values that collectives know, and that nothing computes with.
+        # The shards are padded to one length and sent as float32, which collectives support; no op
+        # computes with these values.
         sizes = np.diff(cuts)
         length = -(-max(sizes) // 4) * 4
         padded = [np.pad(part, (0, length - len(part))).view(np.float32) for part in own]
@@ -293,7 +295,7 @@ class OverTensorFlow:
     @functools.cached_property
     def _joined_between_steps(self) -> Any:
         def on_replica(own: list[tf.Tensor]) -> tf.Tensor:
-            # On the replica's device.
+            # on the replica's device
             return self._joined(tf.identity(own[local_index(self._strategy)]))
 
         return tf.function(
@@ -307,12 +309,12 @@ Transport = OverRing | OverTensorFlow
 
 
 def packs_of(grads: list[Any], pack_bytes: int) -> Iterator[list[int]]:
-    """Positions of the gradients of each pack: neighbours of one dtype, last ones first.
+    """Positions of the gradients of each bucket: neighbours of one dtype, last ones first.
 
     Args:
-        grads: dense tensors, `tf.IndexedSlices`, or None, which has no place; sparse ones are
-            alone, as are unknown shapes.
-        pack_bytes: of a pack of more than one.
+        grads: dense tensors, `tf.IndexedSlices`, or None, which is in no bucket; sparse gradients
+            and unknown shapes have buckets of their own.
+        pack_bytes: size of a bucket with more than one gradient.
     """
     pack: list[int] = []
     room = 0
@@ -337,5 +339,5 @@ def _add_of(dtype: tf.DType) -> Add:
 
 
 def _add_16_bits(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Adds 16-bit floats by TensorFlow, which vectorizes this; NumPy does not."""
+    """Adds 16-bit floats by TensorFlow, which vectorizes this, unlike NumPy."""
     np.copyto(out, (tf.constant(a) + tf.constant(b)).numpy())
