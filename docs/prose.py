@@ -55,9 +55,6 @@ BANNED_IN_SOURCE = {
 }
 """The same for docstrings and comments, which are checked by these rules, too."""
 
-PLAIN = ("bench", "recipes", "tests", "tfmw/tables")
-"""Folders and files whose docstrings and comments are all checked; other files follow."""
-
 # Pages that a program writes, and those of the past.
 WRITTEN = {
     "docs/explain/examples.md",
@@ -81,23 +78,13 @@ def cells() -> Iterator[tuple[Path, int, str]]:
                 yield path, number, "".join(cell["source"])
 
 
-def docstrings() -> Iterator[tuple[Path, int, str]]:
-    """(file, line, docstring) of each function and class that the reference documents."""
-    reference = "\n".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md"))
-    public = set(re.findall(r"auto(?:function|class|exception):: [\w.]*?(\w+)$", reference, re.M))
-    for path in sorted((ROOT / "tfmw").rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in public:
-                yield path, node.lineno, ast.get_docstring(node) or ""
-
-
 def source_files() -> list[Path]:
-    """The Python files of `PLAIN`."""
-    tops = [ROOT / name for name in PLAIN]
-    return sorted(p for top in tops for p in ([top] if top.is_file() else top.rglob("*.py")))
+    """The Python files whose docstrings and comments are checked."""
+    tops = ("bench", "recipes", "tests", "tfmw")
+    return sorted(path for top in tops for path in (ROOT / top).rglob("*.py"))
 
 
-def all_docstrings(text: str) -> Iterator[tuple[int, str]]:
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
     """(line, docstring) of a file: of the module, its classes, functions and attributes."""
     for node in ast.walk(ast.parse(text)):
         for statement in node.body if isinstance(getattr(node, "body", None), list) else ():
@@ -198,7 +185,7 @@ def faults(text: str, banned: dict[str, str] = BANNED) -> Iterator[tuple[int, st
 
 def source_faults(text: str) -> Iterator[tuple[int, str]]:
     """(line, fault) of each fault of the docstrings and comments of a Python file."""
-    documented, banned = list(all_docstrings(text)), BANNED | BANNED_IN_SOURCE
+    documented, banned = list(docstrings(text)), BANNED | BANNED_IN_SOURCE
     for first, doc in documented:
         if NO_FIRST_WORD.match(doc):
             line = doc.partition("\n")[0]
@@ -211,8 +198,6 @@ def source_faults(text: str) -> Iterator[tuple[int, str]]:
 def main() -> int:
     """Prints all faults; returns the exit status."""
     found = [(p, line, said) for p in pages() for line, said in faults(p.read_text())]
-    for path, first, doc in docstrings():
-        found += [(path, first + line, said) for line, said in faults(doc)]
     for path, n, text in [*messages(), *cells()]:
         found += [(path, n, said) for _, said in faults(text)]
     for path in source_files():

@@ -361,7 +361,7 @@ def _with_hyphens(token: str) -> str:
 
 
 def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions) -> int | None:
-    """Supervises this host's tasks; None without --hosts or --max-restarts."""
+    """Supervises this host's tasks; None if --hosts or --max-restarts is missing."""
     names = ("workers_per_host", "min_hosts", "rejoin_timeout", "rendezvous", "token_file")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.hosts is None or not options.max_restarts > 0:

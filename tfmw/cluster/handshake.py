@@ -1,4 +1,4 @@
-"""How tasks of a cluster meet and compare: each sends a hello, a message over TCP.
+"""Protocol by which tasks of a cluster compare: each sends a hello, a message over TCP.
 
     tasks = {"worker 0": "h0:2222", ...}
     local = TaskDescription("rendezvous", "worker 1", tasks, {"keras": "3.15.1"})
@@ -13,10 +13,10 @@
     list(differences(local, remote))   # a sentence for each; none if the tasks agree
 
 `rendezvous`, `servers` and `check` use it. With TFMW_TOKEN in the environment both sides of each
-connection first prove that they know it (`wire.prove`): nobody else can send a hello. Without it
-connections from other programs (port scanners, web browsers, another service because of a wrong
-port) are closed and have no effect, but a forged hello is taken for a task's. A task of another run
-or attempt that still runs cannot join. Standard library only.
+connection first prove that they know it (`wire.prove`): no other process can send a hello. Without
+it a forged hello is accepted as that of a task. Connections from other programs (port scanners, web
+browsers, another service because of a wrong port) are closed and have no effect. A task of another
+run or attempt that still runs cannot join. Standard library only.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     limit_silence([("10.0.0.7", 2222)], 15.0)       # they fail once it has been silent for so long
 
 TensorFlow's gRPC sends no keep-alive. A call to a machine that lost its power, or its network,
-waits for ever, as no packet ever ends the connection. The process that notices the loss ends it
-here. The kernel notices by itself if a limit was set before, without a thread of this process.
-Where the system has no /proc, nothing happens.
+waits for ever, as no packet ever ends the connection. The process that detects the loss ends the
+connection by this module. If a limit was set before, the kernel ends it, without a thread of this
+process. On systems without /proc these functions have no effect.
 
 Standard library only.
 """

@@ -140,7 +140,7 @@ class Connection:
         sockets.keep_alive(peer, sockets.DETECTED_IN_11_S | limit)
 
     def send(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
-        """Sends a message. From any thread. Raises OSError if the other side is lost."""
+        """Sends a message, from any thread. Raises OSError if the other side is lost."""
         import numpy as np
 
         described = [(array.dtype.str, array.shape) for array in arrays]
@@ -309,7 +309,7 @@ def _read(peer: socket.socket, size: int, deadline: float | None = None) -> byte
 
 def _fill(peer: socket.socket, view: memoryview, deadline: float | None = None) -> None:
     while view:
-        if deadline is not None:  # who sends a byte at a time does not gain time
+        if deadline is not None:  # a peer that sends a byte at a time does not gain time
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError("timed out")

@@ -17,17 +17,17 @@ ATTRIBUTE = "_self_tfmw"
 
 @dataclasses.dataclass
 class Kept:
-    """What calls of tfmw leave for later ones."""
+    """State that calls of tfmw keep for later ones."""
 
-    # Of a model:
+    # On a model:
     drivers: Sequence[Any] = ()  # of its last calls, with their traced steps
     batch_driver: Any = None  # the same for `train_on_batch`, and the objects that it depends on
     updates: Sequence[Any] = ()  # the `ShardedUpdate`s of the call that has the model now
     last_updates: Sequence[str] = ()  # a description of each of those of the last call
     unbuilt: Sequence[Any] = ()  # parts that `build_all` has left unbuilt
-    # Of a model, or the state of a seed generator: whether replicas have different seeds now.
+    # On a model, or the state of a seed generator: whether replicas have different seeds now.
     is_placed: bool = False
-    # Of a slot: whether it has values of all replicas, until the next steps empty it.
+    # On a slot: whether it has values of all replicas, until the next steps empty it.
     is_gathered: bool = False
 
 

@@ -124,9 +124,9 @@ def has_known_order() -> bool:
 
 @functools.cache
 def has_known_states() -> bool:
-    """Whether the place of a shuffle is read and set as this TensorFlow keeps it: a test of both.
+    """Whether the position of a shuffle can be read and set in this TensorFlow: a test of both.
 
-    Where it is not, each pass has a shuffle of its own, and a resumed one is read again.
+    If it cannot, each pass has a shuffle of its own, and a resumed one is read again.
     """
     seeds = [3, 2**40 + 5]
     shuffle, same = (datasets.shuffled(tf.data.Dataset.range(9), 9, seeds, True) for _ in range(2))
@@ -140,7 +140,7 @@ def has_known_states() -> bool:
             found &= np.array_equal(next(iter(shuffle.batch(9))), expected[number])
             found &= place.passes == number + 1
         return found
-    except Exception:  # whatever another form of the state raises
+    except Exception:  # any error that another form of the state may raise
         return False
 
 

@@ -115,18 +115,19 @@ class Cursor:
     """A place in the data, which a backup contains as JSON.
 
     Attributes:
-        seed: for shuffles without a seed.
+        seed: seed for shuffles without one.
         passes: number of passes begun.
-        in_pass: steps done in the current pass; None between two passes.
-        done: steps done in the current epoch.
+        in_pass: number of steps in the current pass; None between two passes.
+        done: number of steps in the current epoch.
         begun: whether an epoch has started and not ended.
-        steps: number of steps of an epoch, or the most of one; None while unknown.
-        pass_steps: the most steps of a pass; None while unknown, and for infinite data.
+        steps: number of steps of an epoch, or the most of one; None if unknown.
+        pass_steps: the most steps of a pass; None if unknown, and for infinite data.
         batches_per_step: the number of replicas, if batches are not split.
-        source: the source's own state: "orders", for each reshuffling shuffle its passes before the
-            current one, "orders_now" at this place, as other calls and validations count too,
-            "orders_left" after a call that ends here; "kept" as `ShuffleProgress` has it;
-            "cycle_lengths" of `SharedOrder`; "drawn_from" of `EpochHooks.state`, within a pass.
+        source: the source's own state. "orders" has the number of passes of each reshuffling
+            shuffle before the current one. "orders_now" has it at this position, as other calls and
+            validations count, too, and "orders_left" after a call that ends here. "kept" is that of
+            `ShuffleProgress`, "cycle_lengths" that of `SharedOrder`, and "drawn_from" that of
+            `EpochHooks.state` within a pass.
     """
 
     seed: int
@@ -181,7 +182,7 @@ class EpochHooks:
         """Continues a pass that an earlier run has begun.
 
         Args:
-            state: `state` of that run; None in backups of earlier versions.
+            state: `state` of that run; backups of earlier versions have None.
             seed: seed of the run.
             passes: number of this pass, from 1.
         """

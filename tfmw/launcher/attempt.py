@@ -470,7 +470,7 @@ class Attempt:
         return first and (first.until(goodput.now(), OTHER) if self.done() else first)
 
     def outcome(self) -> AttemptOutcome:
-        """How the attempt ended; call it after `end`."""
+        """Outcome of the attempt; call it after `end`."""
         return AttemptOutcome(
             failures=self.failures(),
             step=self.step(),

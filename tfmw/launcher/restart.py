@@ -40,18 +40,18 @@ _COUNTS = ("restarts", "step", "stalled", "own_errors")
 
 @dataclasses.dataclass(frozen=True)
 class AttemptOutcome:
-    """How an attempt ended: on one machine, or on all of them.
+    """Outcome of an attempt, on one machine or on all of them.
 
     Args:
         failures: tasks that failed on their own, the root cause first; empty if none did.
         step: the largest training step that a task has reported; negative if none has.
-        seconds: its duration.
+        seconds: duration of the attempt.
         preempted: whether tasks exited with the status that requests another run.
         signals: the signals that the launcher has received.
-        attempt: its number; None: the number after the last one.
+        attempt: number of the attempt; None: the number after the last one.
         restarted: failures of tasks that were restarted alone.
         done: whether all tasks ended with status 0; serving ones may have been ended.
-        division: of the run's time; None: unknown.
+        division: division of the run's time; None: unknown.
     """
 
     failures: tuple[Failure, ...] = ()

@@ -230,8 +230,9 @@ def evaluate(
     """Computes loss and metrics over all examples, on all replicas.
 
     Args:
-        model, x, y, strategy, split_batch: see `fit`. batch_size, verbose, sample_weight, steps,
-            callbacks, return_dict: see `keras.Model.evaluate`.
+        model, x, y, strategy, split_batch: see `fit`.
+        batch_size, verbose, sample_weight, steps, callbacks, return_dict: see
+            `keras.Model.evaluate`.
 
     Returns:
         The result of `keras.Model.evaluate`, the same on every worker.

@@ -133,7 +133,7 @@ def _reduction(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _padding(tensor: Any, flow: Flow, axes: set[int]) -> Any:
-    """What has padded rows to the longest of a batch, along one of some axes; None if nothing."""
+    """Op that padded rows to the longest of a batch, along one of some axes; None if none did."""
     if flow.kind != "rows" or all(tensor.shape[a] is not None or flow.label(a) for a in axes):
         return None
     padded = [op for op in ancestors([tensor]) if op.type == "RaggedTensorToTensor"]

@@ -223,7 +223,7 @@ class JobAttempt:
             self._send(min(self.members), messages.Leave(self.number))
 
     def end(self) -> None:
-        """Ends all tasks, once; what they still send is not waited for."""
+        """Ends all tasks, once, without waiting for their last messages."""
         if self.phase == "ended":
             return
         self.phase = "ended"

@@ -337,7 +337,7 @@ class RayTasks(Tasks):
         return 0
 
     def room(self, most: int) -> int:
-        """Counts the tasks for which all live nodes have resources, whoever uses them now."""
+        """Counts the tasks for which all live nodes have resources, used or not."""
         need = {name: value for name, value in self.engine.needs().items() if value}
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         fits = (min(int(node.get(name, 0) // n) for name, n in need.items()) for node in alive)

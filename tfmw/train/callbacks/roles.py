@@ -13,8 +13,8 @@ it:
 After each epoch all workers adopt the chief's learning rate and its decision to stop.
 
 Users' callbacks read and assign weights, save the model, or train another one with it, and so does
-Keras's own SwapEMAWeights. What works on a `tf.Variable` may not work on the copies of a strategy,
-so they see an ordinary model: see `OnUnplacedModel`.
+Keras's own SwapEMAWeights. Code for a `tf.Variable` may not work with the copies of a strategy, so
+callbacks get an ordinary model: see `OnUnplacedModel`.
 """
 
 from __future__ import annotations
@@ -249,13 +249,13 @@ def _overrides(callback: Any, hook: str) -> bool:
 
 
 class OnUnplacedModel:
-    """A list of callbacks whose hooks see the model as it is outside of a strategy.
+    """A list of callbacks whose hooks get the model without its placement on a strategy.
 
     Args:
-        callback_list: as Keras makes it.
-        unplaced_model: makes the context for a hook. It copies the weights, so it is left out for
-            hooks in which no callback acts. Its argument is whether moving averages are the same on
-            all replicas: not before a step, where a run goes on within an epoch.
+        callback_list: a `CallbackList` of Keras.
+        unplaced_model: creates the context of a hook. It copies the weights, so hooks in which no
+            callback acts do not enter it. Its argument is whether moving averages are the same on
+            all replicas. They are not before the first step of a run that resumes within an epoch.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class SharedWrite:
             )
 
     def give_up(self) -> None:
-        """Stops waiting for other tasks, after an error of this task. From any thread."""
+        """Stops waiting for other tasks, after an error of this task; from any thread."""
         self._given_up.set()
 
     def abandon(self) -> None:

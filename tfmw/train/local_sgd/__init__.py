@@ -3,12 +3,12 @@
     tfmw.fit(model, data, sync=tfmw.LocalSGD(every=50))
     tfmw.fit(model, data, sync=tfmw.DiLoCo(every=50))
 
-Each replica makes `every` steps with the model's own optimizer. The mean over replicas of
-(last common weights - own weights) is the outer gradient, and an outer optimizer updates the common
-weights by it (Douillard et al., DiLoCo, arXiv 2311.08105). Fragments of the weights may be
-exchanged in turns, while steps go on (Streaming DiLoCo, arXiv 2501.18512).
+Each replica makes `every` steps with the model's own optimizer. The outer gradient is the mean over
+replicas of (last common weights - own weights). An outer optimizer updates the common weights with
+it (Douillard et al., DiLoCo, arXiv 2311.08105). Fragments of the weights may be exchanged in turns,
+while steps continue (Streaming DiLoCo, arXiv 2501.18512).
 
-A layer over the mirrored driver: `rounds.py` has the methods of its `EachStep`. `elastic_rounds.py`
-and `elastic_training.py` are for workers that come and go. Only `fit` imports this package, and a
-call without `sync` runs nothing of it.
+The package is a layer over the mirrored driver: `rounds.py` has the methods of its `EachStep`.
+`elastic_rounds.py` and `elastic_training.py` are for workers that come and go. Only `fit` imports
+this package, and a call without `sync` runs none of its code.
 """

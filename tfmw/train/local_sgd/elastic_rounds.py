@@ -1,6 +1,7 @@
 """Rounds whose members come and go: exchanges through a server, and the state of new members.
 
-A member joins before the first step, exchanges as in `Rounds`, and takes part until all are done.
+A member joins before the first step, exchanges as in `Rounds`, and stays until all members are
+done.
 """
 
 from __future__ import annotations

@@ -3,21 +3,21 @@
     python -m tfmw.train.local_sgd.round_server --members 4 --port 2300      # prints its address
     with RoundServer(members=4, key=key, listener=socket): ...
 
-Each member trains on its own. A round is over when each member that is present has sent its
-gradient: each gets the mean, weighted by examples. A lost member is left out of the round, and of
-those that follow. One that joins waits for the end of a round; then the member with the lowest
-number sends its state (weights, both optimizers), which the server passes on. Where nobody is
-present, the first round waits for all members, `patience_s` at most, and the one that knows the
-latest round sends its state.
+Each member trains independently. A round is over when each present member has sent its gradient:
+each gets the mean, weighted by examples. The round, and later ones, continue without a lost member.
+A joining member waits for the end of a round. Then the member with the lowest number sends its
+state (weights, both optimizers), which the server passes on. If no member is present, the first
+round waits for all members, at most `patience_s`. The member that knows the latest round sends its
+state.
 
-After each round a member sends a record: its position in the data. One that joins again gets the
-last record it has sent, and the number of its steps in rounds that ended since. So it trains once
-on each example of a round that has ended. Answers have the positions of all members: their steps in
-all ended rounds. A backup on disk keeps them. Where all begin with their backups, the positions of
-the latest backup are those of all. A member that is done takes part without examples until
-all are done; then the server keeps the last state, for those that were lost at the very end.
+After each round a member sends a record: its position in the data. A member that joins again gets
+the last record it has sent, and the number of its steps in rounds that ended since. So it trains
+once on each example of a round that has ended. Answers have the positions of all members: their
+steps in all ended rounds. A backup on disk contains them. If all members start from their backups,
+the positions of the latest backup hold for all. A member that is done stays without examples until
+all are done. Then the server keeps the last state, for members that were lost at the very end.
 
-Where all that take part are lost at once, their records are void: all begin with their backups.
+If all present members are lost at once, their records are void: all start from their backups.
 
 Each call of fit has rounds of its own. NumPy and the standard library only; no files.
 """

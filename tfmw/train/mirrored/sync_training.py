@@ -108,7 +108,7 @@ class MirroredTraining:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The number of steps of an epoch; None while unknown."""
+        """Number of steps of an epoch; None if unknown."""
         return self._data.steps_per_epoch
 
     @property

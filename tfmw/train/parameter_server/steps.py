@@ -251,7 +251,7 @@ class WorkerSteps:
         """Runs one step, with the servers' values; see `Exchange`.
 
         Returns:
-            (int64 [], its number of examples; what it changes on the servers).
+            (int64 [], its number of examples; its updates for the servers).
         """
         for variable in self._pulled:
             self._locals[id(variable)].assign(values[id(variable)])
@@ -347,12 +347,11 @@ class WorkerSteps:
 class _StepOp:
     """A worker's step as one op, in one thread: it unpacks the servers' replies, and computes.
 
-    A step has hundreds of small ops. Where threads share them, handing them over takes as long as
-    they do. Also, of all steps in the loop only the first is traced.
+    A step has hundreds of small ops. Several threads would spend as much time on passing them on as
+    on running them. Also, only the first step in the loop is traced.
 
-    A step that has ops on another device, such as a lookup whose rows could not be asked for
-    before, is traced each time into the loop: a function on several devices would wait within a
-    thread.
+    A step with ops on another device, such as a lookup whose rows could not be requested before, is
+    traced into the loop each time. A function on several devices would wait within a thread.
 
     Args:
         compute: (the rows that it looks up, replies with them and with the values of variables,

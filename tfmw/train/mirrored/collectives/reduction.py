@@ -44,7 +44,7 @@ def without_reduction() -> Iterator[None]:
 
 
 def zero_factor() -> tf.Variable | None:
-    """The factor 0 within `without_reduction`; None outside of it."""
+    """The factor 0 within `without_reduction`, otherwise None."""
     return _zero
 
 
