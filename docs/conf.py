@@ -58,6 +58,7 @@ navigation = {
         "notebooks/on_a_cluster",
     ],
     "How-to: train": [
+        "docs/howto/keras-scripts",
         "docs/howto/load-data",
         "docs/howto/load-data-at-scale",
         "docs/howto/callbacks",

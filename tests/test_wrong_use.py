@@ -170,7 +170,14 @@ def test_model_fit_in_a_cluster_is_refused(run_cluster, tmp_path, workers, ps) -
     run = run_cluster("model_fit.py", "fit", str(tmp_path), workers=workers, ps=ps, status=2)
     assert "model.fit() was called in Cluster(" in run.output
     assert "Write tfmw.fit(model, ...) with the same arguments" in run.output
+    assert "or call tfmw.init(keras=True) first, with which model.fit does" in run.output
     assert run.by_task == {}, "nobody trained"
+
+
+def test_backups_of_plain_calls_in_a_script_that_calls_init(monkeypatch) -> None:
+    monkeypatch.setenv("TFMW_BACKUP_DIR", "/backups")
+    with pytest.raises(UsageError, match=r"received --backup-dir, which is for scripts of plain"):
+        tfmw.init(keras=False)
 
 
 @pytest.mark.multiprocess
@@ -190,8 +197,9 @@ def test_fit_of_a_guarded_process_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     def refuse() -> None:
         raise UsageError("refused")
 
-    for name in ("save", "save_weights"):  # the guards are removed in the end
-        monkeypatch.setattr(keras.Model, name, getattr(keras.Model, name))
+    guarded = [(keras.Model, name) for name in ("save", "save_weights", "export")]
+    for owner, name in [*guarded, (keras.saving, "save_model"), (keras.models, "save_model")]:
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # the guards are removed in the end
     monkeypatch.setattr(model_methods._now, "refuse_fit", None)
     model_methods.guard_models(refuse, is_chief=False)
     with pytest.raises(UsageError, match="refused"):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tfmw.train.batch_calls import predict_on_batch, test_on_batch, train_on_batch
     from tfmw.train.calls import evaluate, fit, predict
     from tfmw.train.local_sgd.sync_settings import DiLoCo, LocalSGD
+    from tfmw.train.plain_calls import options
     from tfmw.train.saved_model import export, verify_export
     from tfmw.train.strategies import init
 
@@ -32,6 +33,7 @@ _SOURCES = {
     "tfmw.cluster": ("Cluster",),
     "tfmw.launcher.engines.submit": ("attach", "jobs", "launch", "submit"),
     "tfmw.errors": ("ClusterError", "TaskFailed", "TfmwError", "UsageError"),
+    "tfmw.train.plain_calls": ("options",),
     "tfmw.train.saved_model": ("export", "verify_export"),
     "tfmw.train.calls": ("evaluate", "fit", "predict"),
     "tfmw.train.local_sgd.sync_settings": ("DiLoCo", "LocalSGD"),
@@ -60,6 +62,7 @@ __all__ = [
     "jobs",
     "launch",
     "layers",
+    "options",
     "predict",
     "predict_on_batch",
     "report_progress",

@@ -61,6 +61,7 @@ def looked_up(table: tf.Tensor) -> tf.data.Dataset:
     return numbers().map(lambda i: tf.gather(table, i)).batch(4)
 
 
+RANKS = [tf.constant([0, 7], tf.int64), tf.constant([1, 7], tf.int64)]
 TABLES = [tf.range(20), tf.range(20, 40)]
 
 DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
@@ -76,6 +77,14 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
     "shard in a function": (
         lambda rank: numbers().flat_map(lambda i: tf.data.Dataset.range(4).shard(2, rank)).batch(4),
         r"shard() in a function is [2, 0]",
+    ),
+    "filter": (
+        lambda rank: numbers().filter(lambda i: i % 2 == rank).batch(4),
+        "numbers of a filter is [2, 0] on worker 0",
+    ),
+    "filter by a tensor": (
+        lambda rank: numbers().filter(lambda i: i % 2 == RANKS[rank][0]).batch(4),
+        "what a function uses",
     ),
     "skip": (lambda rank: numbers().skip(10 * rank).take(10).batch(4), "count of Skip is 0"),
     "arrays": (lambda rank: (np.arange(10.0) + 10 * rank, np.zeros(10)), "an array is"),

@@ -94,6 +94,10 @@ RUN: dict[str, Here | Reason | str] = {
     "tfmw run --workers 4 --max-restarts 3 --hang-timeout 300 train.py --backup_dir build/backup": (
         Here()
     ),
+    "tfmw run --workers 2 --max-restarts 3 --backup-dir build/backup train.py": (
+        "tests/training/test_plain_calls.py::"
+        "test_a_plain_script_of_two_trainings_resumes_the_second"
+    ),
     "tfmw run --workers 4 --metrics-port 9400 train.py": Here(),
     "curl localhost:9400/metrics": "tests/training/test_reports.py::"
     "test_a_training_is_seen_everywhere",

@@ -29,7 +29,7 @@ from tests.matrix.row import ROWS, Row, run
 
 def run_all(
     names: list[str],
-    strategy: tf.distribute.Strategy | None,
+    strategy: tf.distribute.Strategy | str | None,
     column: str,
     folder: Path | None,
     **options: Any,

@@ -101,11 +101,14 @@ def row(name: str, **options: Any) -> Callable[[Callable[[], Case]], Callable[[]
     return register
 
 
-def run(row: Row, strategy: tf.distribute.Strategy | None, **options: Any) -> dict[str, np.ndarray]:
+def run(
+    row: Row, strategy: tf.distribute.Strategy | str | None, **options: Any
+) -> dict[str, np.ndarray]:
     """Trains, evaluates and predicts.
 
     Args:
-        strategy: of tfmw; None for Keras's own methods in one process.
+        strategy: of tfmw; None for Keras's own methods in one process; "plain" for calls of
+            Keras's methods that are tfmw's.
         **options: arguments of `tfmw.fit` besides.
 
     Returns:
@@ -126,14 +129,17 @@ def run(row: Row, strategy: tf.distribute.Strategy | None, **options: Any) -> di
 
 
 def _run(
-    row: Row, strategy: tf.distribute.Strategy | None, options: dict[str, Any]
+    row: Row, strategy: tf.distribute.Strategy | str | None, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     case = row.build()
     case.ours = {**case.ours, **options}
     model = case.model
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        results = _stock(case) if strategy is None else _tfmw(case, strategy)
+        if strategy == "plain":
+            results = _plain(case)
+        else:
+            results = _stock(case) if strategy is None else _tfmw(case, strategy)
     for i, variable in enumerate(model.weights):
         results[f"weight/{i} {_name(variable)}"] = np.asarray(variable.value)
     for n, optimizer in enumerate(case.optimizers or [model.optimizer]):
@@ -166,7 +172,20 @@ def _stock(case: Case) -> dict[str, np.ndarray]:
     )
 
 
-def _tfmw(case: Case, strategy: tf.distribute.Strategy) -> dict[str, np.ndarray]:
+def _plain(case: Case) -> dict[str, np.ndarray]:
+    model = case.model
+    with tfmw.options(**case.ours):
+        history = model.fit(case.x, case.y, **{"epochs": EPOCHS, "verbose": 0, **case.fit})
+    return _results(
+        case,
+        history,
+        lambda **kw: model.evaluate(verbose=0, return_dict=True, **kw),
+        lambda x: model.predict(x, verbose=0),
+        case.x,
+    )
+
+
+def _tfmw(case: Case, strategy: tf.distribute.Strategy | str) -> dict[str, np.ndarray]:
     arguments = {"epochs": EPOCHS, "verbose": 0, "strategy": strategy, **case.fit, **case.ours}
     history = tfmw.fit(case.model, case.x, case.y, **arguments)
     return _results(

@@ -49,10 +49,13 @@ SHARDED = sorted(
     & set(_runs_on("two", list(ROWS)))
 )
 
+PLAIN = _runs_on("two", list(ROWS))[::2]
+
 # Column -> (worker processes, virtual devices of each, its rows).
 CLUSTERS = {
     "two": (2, 1, _runs_on("two", list(ROWS))),
     "two_sharded": (2, 1, SHARDED),
+    "two_plain": (2, 1, PLAIN),
     "three": (3, 1, CORE),
     "two_by_two": (2, 2, CORE),
 }
@@ -64,6 +67,7 @@ COLUMN_OF = {
     "test_two_devices_rest": "devices",
     "test_two_processes": "two",
     "test_two_processes_that_share_the_update": "two_sharded",
+    "test_plain_calls_on_two_processes": "two_plain",
     "test_three_processes": "three",
     "test_two_processes_of_two_devices": "two_by_two",
 }
@@ -81,6 +85,11 @@ def _two(row: Row) -> str:
     return "long" if row.long or (row.core and not row.fast) else "thorough" if row.too else ""
 
 
+def _plain(row: Row) -> str:
+    of_test = [name for name in PLAIN if ROWS[name].fast][:2]
+    return "" if row.name in of_test else "long" if row.long else "thorough"
+
+
 def _more(row: Row) -> str:
     """Mark of a row's cells in the columns of more replicas."""
     return "thorough" if row.fast else "long"
@@ -94,6 +103,7 @@ def _core(row: Row) -> str:
 
 CORE_CELLS = _cells(CORE, _core)
 TWO_CELLS = _cells(CLUSTERS["two"][2], _two)
+PLAIN_CELLS = _cells(PLAIN, _plain)
 MORE_CELLS = _cells(CORE, _more)
 
 
@@ -185,6 +195,13 @@ def two_sharded(
 
 
 @pytest.fixture(scope="session")
+def two_plain(
+    folder: Path, asked: dict[str, set[str]], core: Any, rest: Any
+) -> list[dict[str, Any]]:
+    return _cluster_column(folder, "two_plain", asked)
+
+
+@pytest.fixture(scope="session")
 def three(folder: Path, asked: dict[str, set[str]], core: Any) -> list[dict[str, Any]]:
     return _cluster_column(folder, "three", asked)
 
@@ -242,6 +259,14 @@ def test_two_processes_that_share_the_update(
     name: str, folder: Path, two_sharded: list[dict[str, Any]]
 ) -> None:
     _check(folder, "two_sharded", ROWS[name], two_sharded)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", PLAIN_CELLS)
+def test_plain_calls_on_two_processes(
+    name: str, folder: Path, two_plain: list[dict[str, Any]]
+) -> None:
+    _check(folder, "two_plain", ROWS[name], two_plain)
 
 
 @pytest.mark.multiprocess

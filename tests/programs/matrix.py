@@ -16,4 +16,7 @@ strategy = tfmw.strategies.current_strategy()
 assert strategy.num_replicas_in_sync == cluster.num_workers * int(devices)
 chief = Path(folder) if cluster.is_chief else None
 options = {"shard_optimizer": True} if column.endswith("_sharded") else {}
+if column == "two_plain":
+    tfmw.init(keras=True)
+    strategy = "plain"
 _result.write(columns.run_all(names, strategy, column, chief, **options))

@@ -36,9 +36,11 @@ from typing import Any, NoReturn
 from tfmw import __version__
 from tfmw.cli import jobs
 from tfmw.cluster import Cluster
+from tfmw.cluster.cluster import BACKUP_DIR, KERAS
 from tfmw.errors import UsageError
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import say
+from tfmw.storage import disk
 
 # Converter of each metavar or flag; a directory of `check` may be a URL.
 _TYPES: dict[str, Callable[[str], Any]] = {
@@ -76,6 +78,11 @@ _RUN_OPTIONS = {
         "--ps N": "number of parameter servers; adds a chief; default: 0",
         "--evaluator": "add an evaluator, which evaluates each backup",
         **_HOSTS,
+    },
+    "scripts of plain Keras": {
+        "--keras {on,off}": "on: model.fit and Keras's other methods run on all workers; off: "
+        "model.fit raises; default: on, unless the script calls tfmw.init()",
+        "--backup-dir DIR": "model.fit saves backups in DIR, and resumes from them",
     },
     "failures of tasks": {
         "--max-restarts N": "when a task dies, end the other tasks and restart all, from the "
@@ -421,6 +428,9 @@ def _run(options: argparse.Namespace) -> int:
         tracing.window(options.trace_steps or "0:")
         os.environ[tracing.TRACE] = str(options.trace.resolve())
         os.environ[tracing.TRACE_STEPS] = options.trace_steps or ""
+    for name, value in ((KERAS, options.keras), (BACKUP_DIR, options.backup_dir)):
+        if value is not None:
+            os.environ[name] = disk.absolute(value) if name == BACKUP_DIR else value
     if options.metrics_port is not None:
         metrics_server.serve(options.metrics_port, from_file=options.workers is not None)
     if options.hosts is not None and options.workers is not None:

@@ -1,20 +1,28 @@
 """Joining the cluster, once per process and before TensorFlow's first op: `tfmw.init`.
 
 cluster = tfmw.init()        # joins the cluster; no-op on a single machine
+
+`tfmw run` joins for the script (`join_for_script`). Unless the script itself then calls
+`tfmw.init()`, which a script of plain Keras does not, `model.fit` and Keras's other methods run on
+the cluster.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import logging
 import os
+import random
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfmw.cluster import membership, rendezvous
-from tfmw.cluster.cluster import ROUNDS, Cluster
+from tfmw.cluster.cluster import BACKUP_DIR, KERAS, ROUNDS, Cluster
 from tfmw.cluster.imports import without_collection
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.cluster.memory import usable_bytes
@@ -22,6 +30,7 @@ from tfmw.cluster.versions import common_versions
 from tfmw.errors import UsageError
 from tfmw.observe import task_process, trackers
 from tfmw.observe.progress import PROGRESS_FILE
+from tfmw.observe.trackers import RUN_ID
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -46,6 +55,7 @@ def init(
     timeout_s: float | None = None,
     start_timeout_s: float = 120.0,
     existing_servers: bool | None = None,
+    keras: bool | None = None,
 ) -> Cluster:
     """Joins this process to its cluster.
 
@@ -69,6 +79,10 @@ def init(
             their coordinator to restart.
         existing_servers: on ps and workers beside them, whether to serve any number of trainings,
             one after another; by default if TFMW_EXISTING_SERVERS is 1.
+        keras: True: plain calls such as `model.fit(...)` train on the cluster, as
+            `tfmw.fit(model, ...)` does; all tasks must make them. False: `model.fit` raises, and
+            Keras's other methods ignore the cluster. None: False, unless TFMW_KERAS is "on" or an
+            earlier call has chosen.
 
     Returns:
         The cluster, with this process's task in it; none in a child process of a task, such as one
@@ -83,6 +97,85 @@ def init(
             an op.
         TfmwError: a task did not connect in time.
     """
+    resolved = _join_once(
+        cluster,
+        strategy,
+        collectives,
+        bytes_per_pack,
+        timeout_s,
+        start_timeout_s,
+        existing_servers,
+    )
+    if keras is None and os.environ.get(KERAS) == "on":
+        keras = True
+    if keras is not None or _keras.by_default:
+        _keras.by_default = False
+        _replace_methods(bool(keras))
+    return resolved
+
+
+def join_for_script() -> None:
+    """Joins as `init` does, for a script that may be of plain Keras: with `keras=True` by default.
+
+    On a single machine Keras's methods remain, unless there are backups to write.
+    """
+    cluster = init()
+    alone = cluster.is_single and not membership.is_evaluator()
+    if KERAS not in os.environ and not (alone and not os.environ.keys() & {ROUNDS, BACKUP_DIR}):
+        _keras.by_default = True
+        _replace_methods(True)
+
+
+@dataclasses.dataclass
+class _Keras:
+    """The state of Keras's methods in this process."""
+
+    by_default: bool = False  # replaced by `tfmw run`; the script's own `init` chooses
+    drawn: Any = None  # the state of Python's and NumPy's generators before they were seeded
+
+
+_keras = _Keras()
+
+
+def _replace_methods(replaces: bool) -> None:
+    """Makes Keras's methods tfmw's, or again Keras's."""
+    import numpy as np
+
+    if not replaces and os.environ.get(BACKUP_DIR):
+        raise UsageError(
+            "received --backup-dir, which is for scripts of plain Keras, and this one calls "
+            "tfmw.init(): pass backup_dir= to tfmw.fit, or call tfmw.init(keras=True)."
+        )
+    if not replaces and "tfmw.compat.model_methods" not in sys.modules:
+        return
+    from tfmw.compat.model_methods import replace_methods
+
+    def plain(*call: Any) -> Any:
+        return importlib.import_module("tfmw.train.plain_calls").call(*call)
+
+    replace_methods(plain if replaces else None)
+    if replaces and RUN_ID in os.environ and _keras.drawn is None:
+        # A script that shuffles or splits its arrays does the same on all workers, and again after
+        # a restart.
+        _keras.drawn = random.getstate(), np.random.get_state()
+        seed = zlib.crc32(os.environ[RUN_ID].encode())
+        random.seed(seed)
+        np.random.seed(seed)
+    elif not replaces and _keras.drawn is not None:
+        random.setstate(_keras.drawn[0])
+        np.random.set_state(_keras.drawn[1])
+        _keras.drawn = None
+
+
+def _join_once(
+    cluster: Cluster | Mapping[str, Any] | None,
+    strategy: str,
+    collectives: str,
+    bytes_per_pack: int | None,
+    timeout_s: float | None,
+    start_timeout_s: float,
+    existing_servers: bool | None,
+) -> Cluster:
     require_choice("strategy", strategy, STRATEGIES)
     require_choice("collectives", collectives, COLLECTIVES)
     resolved = Cluster.resolve(os.environ, cluster)
@@ -225,7 +318,8 @@ def _guard_models(cluster: Cluster) -> None:
         raise UsageError(
             f"model.fit() was called in {cluster!r}: it would train this process's copy alone, on "
             "all of the data. Write tfmw.fit(model, ...) with the same arguments, which trains on "
-            'the cluster; to train here alone, tfmw.fit(model, ..., strategy="default").'
+            "the cluster, or call tfmw.init(keras=True) first, with which model.fit does; to train "
+            'here alone, tfmw.fit(model, ..., strategy="default").'
         )
 
     guard_models(refuse, cluster.is_chief)

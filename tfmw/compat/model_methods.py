@@ -1,6 +1,7 @@
 """Keras's methods as a model's class, other libraries and tfmw override them.
 
     guard_models(refuse_fit, is_chief=False)
+    replace_methods(plain)                                 # model.fit(...) calls plain(...)
     with saves_by_callbacks(on_all_workers=False): ...     # model.save(...) writes nothing here
     call_method(model, "fit", arguments, given, run=train, others=of_tfmw)
 
@@ -10,11 +11,12 @@ adds callbacks, and calls the original method. Both expect Keras's method at the
 of this module makes Keras's methods of `METHODS` dispatch: within `call_method`, in this thread,
 they call tfmw, and otherwise Keras.
 
-In a process that has joined a cluster, a plain `model.fit` is refused, and files are saved
-atomically. Keras's own methods ignore the other workers. `fit` would train this process's copy
-only, on all of the data; `save` would write the same file as every other worker, which might read
-it half-written. All workers have the same model, so each renames a complete file to that path.
-Every worker can load it afterwards, with a shared disk or not.
+In a process that has joined a cluster, plain calls such as `model.fit(...)` go to `plain`, or
+`fit` is refused, and files are saved atomically. Keras's own methods ignore the other workers.
+`fit` would train this process's copy only, on all of the data; `save` would write the same file as
+every other worker, which might read it half-written. All workers have the same model, so each
+renames a complete file to that path. Every worker can load it afterwards, with a shared disk or
+not. The chief alone writes the directory of `model.export`.
 """
 
 from __future__ import annotations
@@ -44,9 +46,12 @@ R = TypeVar("R")
 # stays.
 METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch")
 
+_EXPORT = "export"  # writes a directory, which not every worker can replace
+
 _CELL = "fn"  # the variable in which Keras's wrapper for tracebacks keeps the method
 
 _now = types.SimpleNamespace(
+    plain=None,  # takes the place of Keras's methods in the main thread: see `replace_methods`
     refuse_fit=None,  # raises the error for Keras's fit
     saves_on_all_workers=None,  # None: no callback is running
 )
@@ -59,10 +64,62 @@ def guard_models(refuse_fit: Callable[[], None], is_chief: bool) -> None:
         refuse_fit: raises the error for `model.fit`.
         is_chief: whether this process is the one that saves.
     """
-    cls: Any = keras.Model
     _now.refuse_fit = refuse_fit
-    cls.save = _whole(cls.save, is_chief)
-    cls.save_weights = _whole(cls.save_weights, is_chief)
+    functions = [(module, "save_model") for module in (keras.saving, keras.models)]
+    methods = [(keras.Model, name) for name in ("save", "save_weights", _EXPORT)]
+    for owner, name in methods + functions:
+        setattr(owner, name, _whole(getattr(owner, name), is_chief))
+
+
+Plain = Callable[..., Any]
+"""`(own, name, model, args, kwargs) -> result` of a call of Keras's method `name`: `own`."""
+
+
+def replace_methods(plain: Plain | None) -> None:
+    """Replaces Keras's methods of all models, in the main thread; None: they are Keras's again."""
+    _now.plain = plain
+
+
+@contextlib.contextmanager
+def replaced_methods(plain: Plain) -> Iterator[None]:
+    """The context in which Keras's methods are replaced in this thread."""
+    with overridden([(_thread, "plain", plain)]):
+        yield
+
+
+@contextlib.contextmanager
+def from_plain(model: Any, name: str) -> Iterator[None]:
+    """The context in which tfmw's method takes the place of Keras's.
+
+    A method of the model's class, and wrappers, have called it: `call_method` calls neither again.
+    """
+    with overridden([(_thread, "from_plain", (model, name))]):
+        yield
+
+
+def is_within_call() -> bool:
+    """Whether this thread is in a call of tfmw's, such as in a callback of the user's."""
+    return _thread.is_within
+
+
+def is_of_wrapper(name: str) -> bool:
+    """Whether what has replaced another method of `keras.Model` calls the method `name`."""
+    wrappers = [vars(keras.Model)[n] for n in METHODS if n != name and is_wrapped(n)]
+    codes = [getattr(wrapper, "__code__", None) for wrapper in wrappers]
+    return any(frame.f_code in codes for frame in _frames() if codes)
+
+
+def is_of_callback(holds: Callable[[Any], bool]) -> bool:
+    """Whether a method of a callback with this property is running in this thread."""
+    owners = (frame.f_locals.get("self") for frame in _frames())
+    return any(isinstance(o, keras.callbacks.Callback) and holds(o) for o in owners)
+
+
+def _frames() -> Iterator[types.FrameType]:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 @contextlib.contextmanager
@@ -78,10 +135,13 @@ def saves_by_callbacks(on_all_workers: bool) -> Iterator[None]:
 
 def _whole(save: Callable[..., Any], is_chief: bool) -> Callable[..., Any]:
     """Wraps `save` to rename a complete file; in callbacks on all workers, the chief's only."""
+    writes_directory = save.__name__ == _EXPORT
 
     @functools.wraps(save)
     def guarded(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        if _now.saves_on_all_workers is False and not is_chief:
+        chosen = _now.saves_on_all_workers
+        by_chief = chosen is False or (writes_directory and chosen is None and _now.plain)
+        if by_chief and not is_chief:
             warnings.warn(
                 f"tfmw: model.{save.__name__}({str(filepath)!r}) on a worker that is not the "
                 "chief: nothing is written here, the chief writes it. A callback with "
@@ -166,10 +226,11 @@ def call_method(
         overrides: whether the model's override is called, or only the wrappers.
     """
     parameters = _parameters(name)
-    has_wrapper = is_chief and is_wrapped(name)
-    overrides &= is_overridden(model, name) and not _is_within(model, name)
+    has_wrapper = is_chief and is_wrapped(name) and not _is_from_plain(model, name)
+    overrides &= is_overridden(model, name) and not is_within(model, name)
     if not (has_wrapper or overrides):
-        return run(**{k: v for k, v in arguments.items() if k in parameters})
+        with overridden([(_thread, "is_within", True)]):
+            return run(**{k: v for k, v in arguments.items() if k in parameters})
     passed = {
         k: arguments[k]
         for k, parameter in parameters.items()
@@ -195,7 +256,8 @@ def calling(
 ) -> Iterator[None]:
     """The context in which `call_method` calls the method, with the same arguments."""
     call = _Call(model, name, run, others)
-    with overridden([(_thread, "call", call)]), _wrappers_alone(name, is_chief):
+    here = [(_thread, "call", call), (_thread, "is_within", True)]
+    with overridden(here), _wrappers_alone(name, is_chief):
         yield
 
 
@@ -211,6 +273,9 @@ class _Call(NamedTuple):
 class _Thread(threading.local):
     call: _Call | None = None
     given: frozenset[str] = frozenset()
+    plain: Plain | None = None
+    from_plain: tuple[Any, str] | None = None  # (model, method)
+    is_within: bool = False
 
 
 _thread = _Thread()
@@ -230,17 +295,22 @@ def _is(value: Any, default: Any) -> bool:
     return value is default or (simple and type(value) is type(default) and value == default)
 
 
-def _is_within(model: Any, name: str) -> bool:
+def _is_from_plain(model: Any, name: str) -> bool:
+    caller = _thread.from_plain
+    return caller is not None and caller[0] is model and caller[1] == name
+
+
+def is_within(model: Any, name: str) -> bool:
     """Whether the model's override has called tfmw, which then must not call it again."""
+    if _is_from_plain(model, name):
+        return True
     methods = [vars(owner)[name] for owner in _owners(model) if name in vars(owner)]
     codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
-    frame = sys._getframe(1) if methods else None
-    while frame is not None:
+    for frame in _frames() if methods else ():
         if frame.f_code in codes:
             first = next(iter(frame.f_locals.values()), None)  # `self`, or all of `*args`
             if first is model or (isinstance(first, tuple) and contains(model, first)):
                 return True
-        frame = frame.f_back
     return False
 
 
@@ -276,7 +346,12 @@ def _dispatching(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         call = _thread.call
         is_called = call is not None and self is call.model and name == call.name
         if call is None or not (is_called or call.others):
-            if name == "fit" and _now.refuse_fit is not None:
+            plain = _thread.plain
+            if plain is None and threading.current_thread() is threading.main_thread():
+                plain = _now.plain
+            if plain is not None and call is None:
+                return plain(own, name, self, args, kwargs)
+            if name == "fit" and plain is None and _now.refuse_fit is not None:
                 _now.refuse_fit()
             return own(self, *args, **kwargs)
         with overridden([(_thread, "call", None)]):  # code within may call Keras's methods

@@ -294,7 +294,7 @@ class Pipeline:
             if node.kind == "shuffle" or not is_known:
                 return False
         changing = ("PyFunc", "Shuffle", "Random", "Assign", "Generator", "Cache", "Multinomial")
-        bodies = (body for bodies, _ in self.functions() for body in bodies)
+        bodies = (body for _, bodies, _ in self.functions() for body in bodies)
         return not any(part in op.op for body in bodies for op in body for part in changing)
 
     @property
@@ -322,13 +322,14 @@ class Pipeline:
                     if isinstance(leaf, tf.Tensor) and _is_data(leaf):
                         yield name, argument.strip("_"), leaf
 
-    def functions(self) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Yields (NodeDefs, captured eager tensors) for every function of all nodes."""
+    def functions(self) -> Iterator[tuple[bool, list[Any], list[Any]]]:
+        """Yields (is a filter's, NodeDefs, captured eager tensors) for every function."""
         for node in self.nodes:
             for wrapper in node.dataset._functions():
                 captured = wrapper.function.captured_inputs
                 data = [t for t in captured if _is_data(t) and hasattr(t, "numpy")]
-                yield datasets.function_bodies(wrapper), data
+                filters = "Filter" in type(node.dataset).__name__
+                yield filters, datasets.function_bodies(wrapper), data
 
     # ------------------------------------------------------------ other pipelines
 

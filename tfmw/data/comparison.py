@@ -6,7 +6,8 @@ of their data:
 
 * of arrays: shape, dtype and up to 65,536 values, evenly spaced, floats to 3 digits;
 * of a pipeline: the numbers that select elements (`shard`, `skip`, `take`, `range`, `batch`), its
-  arrays, its strings; in its functions the numbers of `shard`, strings, and captured arrays;
+  arrays, its strings; in its functions the numbers of `shard` and of filters, strings, and captured
+  arrays;
 * of strings that name files: their base names, and of up to 8 files the size and first bytes. So
   each host may have a copy under another path.
 
@@ -51,7 +52,7 @@ def refuse_different(x: Any, gather: Callable[[Any], list[Any]]) -> None:
     Raises:
         UsageError: workers have different datasets; on every worker.
     """
-    chief, *others = gather([[what, value] for what, value in _described(x)])
+    chief, *others = gather([[what, value] for what, value in described(x)])
     for rank, other in enumerate(others, start=1):
         difference = _difference(chief, other)
         if difference is not None:
@@ -90,14 +91,14 @@ def _short(value: Any) -> str:
 # ---------------------------------------------------------------- what is compared
 
 
-def _described(x: Any) -> Iterator[tuple[str, Any]]:
+def described(x: Any) -> Iterator[tuple[str, Any]]:
     """(description, JSON value) of each item that must be equal on all workers."""
     if datasets.is_dataset(x):
         pipeline = Pipeline.of(x)
         for kind, argument, tensor in pipeline.constants():
             yield f"{argument} of {kind}", _constant(_numpy(tensor))
-        for bodies, captured in pipeline.functions():
-            yield from _described_function(bodies, captured)
+        for filters, bodies, captured in pipeline.functions():
+            yield from _described_function(filters, bodies, captured)
     elif isinstance(x, keras.utils.PyDataset):
         yield "number of batches", x.num_batches
     elif not hasattr(x, "__next__"):
@@ -108,7 +109,9 @@ def _described(x: Any) -> Iterator[tuple[str, Any]]:
                 yield "the shape of an array", [int(size) for size in leaf.shape]
 
 
-def _described_function(bodies: list[Any], captured: list[Any]) -> Iterator[tuple[str, Any]]:
+def _described_function(
+    filters: bool, bodies: list[Any], captured: list[Any]
+) -> Iterator[tuple[str, Any]]:
     for nodes in bodies:
         constants = {
             node.name: tf.make_ndarray(node.attr["value"].tensor)
@@ -118,12 +121,15 @@ def _described_function(bodies: list[Any], captured: list[Any]) -> Iterator[tupl
         strings = [value for value in constants.values() if value.dtype == object]
         if strings:
             yield "strings of a function", [_strings(value) for value in strings]
+        numbers = [v for v in constants.values() if v.dtype.kind in "biuf" and v.ndim == 0]
+        if filters and numbers:
+            yield "numbers of a filter", [value.item() for value in numbers]
         for node in nodes:
             if node.op == "ShardDataset":
                 numbers = [constants.get(name.split(":")[0]) for name in node.input[1:3]]
                 yield "shard() in a function", [None if n is None else int(n) for n in numbers]
     for tensor in captured:
-        if tensor.dtype == tf.string or tf.size(tensor) > _VALUES:
+        if filters or tensor.dtype == tf.string or tf.size(tensor) > _VALUES:
             yield "what a function uses", _constant(_numpy(tensor))
 
 

@@ -96,6 +96,7 @@ def _end_without_launcher() -> None:
 def main(argv: list[str]) -> int:
     """Runs one task; returns its exit status. Errors are recorded for the launcher."""
     import faulthandler
+    import importlib
 
     from tfmw.errors import PREEMPTED, UsageError
     from tfmw.launcher.call import receive
@@ -111,9 +112,8 @@ def main(argv: list[str]) -> int:
     try:
         run = receive() if mode == "call" else lambda: _run(mode, rest[0], rest[1:])
         if os.environ.get("TFMW_NO_INIT") != "1":
-            import tfmw
-
-            tfmw.init()
+            cluster = importlib.import_module("tfmw.cluster.joining")  # imports TensorFlow
+            cluster.init() if mode == "call" else cluster.join_for_script()
         progress.report_progress(progress.JOINED)
         run()
     except SystemExit as leaving:

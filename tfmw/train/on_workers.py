@@ -233,12 +233,13 @@ def _train_on_engine(
 def _packed(fit: Callable[..., Any], sent: FitArguments) -> tuple[Any, ...]:
     """The arguments of `_train`."""
     large: list[pickle.PickleBuffer] = []
-    return fit, pickling.pack((sent, _process_settings()), large), large
+    prepared = model_methods.is_within(sent.model, "fit")  # by the model's own method, here
+    return fit, pickling.pack((sent, _process_settings(), prepared), large), large
 
 
 def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict[str, Any]:
     """Trains, in a worker. The chief returns the values for the caller's objects."""
-    sent, process = call.loads(packed, large)
+    sent, process, prepared = call.loads(packed, large)
     _apply(process)
     model = sent.model
     model = pickling.rebuilt(model) if isinstance(model, keras.Model) else model()
@@ -251,7 +252,8 @@ def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict
         "x": _opened(sent.x, opened),
         "validation_data": _opened(sent.validation_data, opened),
     }
-    result = model_methods.call_given(fit, arguments, arguments.pop("given"))
+    with model_methods.from_plain(model, "fit") if prepared else contextlib.nullcontext():
+        result = model_methods.call_given(fit, arguments, arguments.pop("given"))
     if not membership.current_cluster().is_chief or os.environ.get(MEMBER, "0") != "0":
         return {}
     of_user = isinstance(result, keras.callbacks.History)

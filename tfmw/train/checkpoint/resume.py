@@ -198,7 +198,8 @@ class Backups:
         """
         assert self.record is not None
         arrays = self._group.arrays_from_chief(state.callback_arrays(self.tensors))
-        if finished:  # training is complete: only History is needed
+        if finished:  # training is complete: of callbacks only History is needed
+            restore_random_state(self.record["random"])
             for callback in callbacks:
                 for saved in self.record["callbacks"]:
                     if type(callback).__name__ == saved["class"] == "History":
