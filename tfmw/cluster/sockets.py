@@ -131,8 +131,9 @@ def limit_silence(peers: Iterable[tuple[str, int]], seconds: float) -> int:
     """Makes the kernel end connections whose peer has acknowledged nothing for so long.
 
     Args:
-        peers: as of `end_connections`.
-        seconds: of silence to what was sent, or to the kernel's own probes; see tcp(7).
+        peers: see `end_connections`.
+        seconds: seconds without an acknowledgement of sent data, or of the kernel's own probes; see
+        tcp(7).
     """
     options = {
         "TCP_USER_TIMEOUT": round(seconds * 1000),

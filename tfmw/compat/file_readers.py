@@ -1,4 +1,4 @@
-"""The files of pipelines that join the records of files, in the order in which tf.data joins them.
+"""Files of pipelines that concatenate records, in the order in which tf.data reads them.
 
     reader = file_reader(files.interleave(tf.data.TFRecordDataset, cycle_length=4))
 
@@ -33,7 +33,7 @@ class FileReader:
     """A pipeline that concatenates the records of files."""
 
     node: tf.data.Dataset  # the `flat_map` or `interleave`
-    names: Callable[..., tf.Tensor]  # of a map over its input: string [k], files of an element
+    names: Callable[..., tf.Tensor]  # for a map over its input: string [k], files of an element
     kind: str  # "tfrecord" or "text"
     skip: int  # number of records skipped at the beginning of each element
     maps: list[tf.data.Dataset]  # maps of single records, the first map first
@@ -85,7 +85,7 @@ def file_reader(node: tf.data.Dataset) -> FileReader | None:
     Returns None for other nodes, for compressed files, and for functions that do more than read
     records and map them one by one.
     """
-    if not hasattr(node, "_tfmw_file_reader"):  # its function is traced once
+    if not hasattr(node, "_tfmw_file_reader"):  # so that its function is traced only once
         node._tfmw_file_reader = _read_function(getattr(node, "_impl", node))
     reader: FileReader | None = node._tfmw_file_reader
     return reader

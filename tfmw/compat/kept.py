@@ -2,8 +2,8 @@
 
     kept_with(model).drivers
 
-With this prefix neither Keras nor TensorFlow takes the attribute for the object's own: it is not
-saved, and no step is traced anew because of it.
+Because of this prefix neither Keras nor TensorFlow treats the attribute as the object's own: it is
+not saved, and no step is traced anew because of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Kept:
     """State that calls of tfmw keep for later ones."""
 
     # On a model:
-    drivers: Sequence[Any] = ()  # of its last calls, with their traced steps
+    drivers: Sequence[Any] = ()  # drivers of its last calls, with their traced steps
     batch_driver: Any = None  # the same for `train_on_batch`, and the objects that it depends on
     updates: Sequence[Any] = ()  # the `ShardedUpdate`s of the call that has the model now
     last_updates: Sequence[str] = ()  # a description of each of those of the last call

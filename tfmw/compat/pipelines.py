@@ -33,7 +33,7 @@ SAME = ("prefetch", "options")
 SELECTIONS = ("shuffle", "repeat", "take", "skip")
 
 MOVES = (*SELECTIONS, *SAME)
-"""Kinds that do not look at elements."""
+"""Kinds that do not read the content of elements."""
 
 REBUILDABLE = ("batch", "map", *MOVES)
 
@@ -56,12 +56,12 @@ class Pipeline:
     """A dataset of tf.data and the datasets that it transforms.
 
     Attributes:
-        dataset: the last dataset, whose elements the pipeline has.
+        dataset: the last dataset, which yields the elements of the pipeline.
         inputs: the pipelines that it transforms.
         kind: its transformation, such as "batch"; the name of its class if tfmw has no name for it.
-        reader: the files that it reads; None if it does not join the records of files.
-        is_plain: whether it has no random numbers but a shuffle's, and no functions but those of
-            maps and of a `FileReader`.
+        reader: the files that it reads; None if it does not concatenate the records of files.
+        is_plain: whether it has no random numbers except a shuffle's, and no functions except those
+            of maps and of a `FileReader`.
         may_reorder: whether the graph of the pipeline must be read: it may shuffle, have an order
             of its own on each machine, or write a file.
     """
@@ -113,7 +113,7 @@ class Pipeline:
         return found
 
     def beneath(self, kinds: Sequence[str]) -> Pipeline:
-        """The first pipeline, from the end, of none of these kinds."""
+        """The first pipeline, from the end, that is none of these kinds."""
         node = self
         while node.kind in kinds:
             node = node.input
@@ -133,7 +133,7 @@ class Pipeline:
 
     @property
     def count(self) -> int:
-        """The argument of a `take`, `skip` or `repeat`; -1 for everything."""
+        """The argument of a `take`, `skip` or `repeat`; -1 for all elements."""
         count = self.dataset._count
         return -1 if count is None else int(tf.get_static_value(count))
 
@@ -144,7 +144,7 @@ class Pipeline:
 
     @property
     def seeds(self) -> list[int] | None:
-        """The two seeds of a `shuffle`, 0 and 0 if it has none; None if they are no constants."""
+        """The two seeds of a `shuffle`; 0 and 0 if it has none; None if they are not constants."""
         seeds = [tf.get_static_value(s) for s in (self.dataset._seed, self.dataset._seed2)]
         return None if any(s is None for s in seeds) else [int(s) for s in seeds]
 
@@ -186,12 +186,12 @@ class Pipeline:
 
     @property
     def is_memory_cache(self) -> bool:
-        """Whether this is a `cache` of elements in memory, and not in a file."""
+        """Whether this is a `cache` of elements in memory rather than in a file."""
         return self.kind == "cache" and tf.get_static_value(self.dataset._filename) == b""
 
     @functools.cached_property
     def is_pure(self) -> bool:
-        """See `datasets.is_pure`."""
+        """Whether results are independent of earlier elements; see `datasets.is_pure`."""
         return datasets.is_pure(self.dataset)
 
     @property
@@ -222,7 +222,7 @@ class Pipeline:
 
     @functools.cached_property
     def spec(self) -> Any:
-        """Structure of tf.TypeSpec, of an element as the model gets it: None for absent inputs."""
+        """Structure of tf.TypeSpec for an element of the model; None for absent inputs."""
         return tf.nest.map_structure(
             lambda spec: None if isinstance(spec, datasets.NoneTensorSpec) else spec,
             self.dataset.element_spec,
@@ -243,7 +243,7 @@ class Pipeline:
 
     @property
     def is_tunable(self) -> bool:
-        """Whether tf.data can make the pipeline faster while it runs, as by threads for maps."""
+        """Whether tf.data can tune the pipeline while it runs, such as by more threads for maps."""
         return any(n.kind == "map" or not n.is_plain or n.reader is not None for n in self.nodes)
 
     @property
@@ -253,9 +253,9 @@ class Pipeline:
 
     @property
     def may_begin_again(self) -> bool:
-        """Whether the pipeline may begin a shuffle again, or later than at its first element.
+        """Whether the pipeline may restart a shuffle, or start it after its first element.
 
-        Then it depends on how far a pipeline has read ahead.
+        The order then depends on how far a pipeline has read ahead.
         """
         todo = [(self, False)]
         while todo:
@@ -271,9 +271,9 @@ class Pipeline:
 
     @property
     def random_selection(self) -> str | None:
-        """The transformation whose choice of elements each process draws for itself, or None.
+        """The transformation that selects elements at random in each process, or None.
 
-        Random values of a `map` are no choice. Functions inside of a `flat_map` are not read.
+        Random values of a `map` are no selection. Functions inside of a `flat_map` are not read.
         """
         for node in self.nodes:
             for wrapper in () if node.kind == "map" else node.dataset._functions():
@@ -299,7 +299,7 @@ class Pipeline:
 
     @property
     def bytes_of_arrays(self) -> int:
-        """The bytes of the arrays of the pipeline, which its graph contains."""
+        """Bytes of the arrays of the pipeline that its graph contains."""
         tensors = [tensor for _, _, tensor in self.constants()]
         for node in self.nodes:
             for wrapper in node.dataset._functions():
@@ -337,8 +337,8 @@ class Pipeline:
         """Applies the transformation to another `source`, in a deterministic order.
 
         Args:
-            source: the dataset that takes the place of `input`.
-            seeds: for a shuffle, its pair of seeds; by default the own one.
+            source: the dataset that replaces `input`.
+            seeds: pair of seeds of a shuffle; by default its own.
         """
         node = self.dataset
         parallel: dict[str, Any] = {}
@@ -376,7 +376,7 @@ class Pipeline:
 
     @property
     def original(self) -> tf.data.Dataset:
-        """The user's shuffle, of a shuffle that `on` has built."""
+        """The user's shuffle behind one that `on` has built."""
         return getattr(self.dataset, "_tfmw_original", self.dataset)
 
     def zipped(self, parts: Sequence[Any]) -> Any:

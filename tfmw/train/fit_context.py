@@ -87,8 +87,8 @@ class FitContext:
 
         Args:
             callbacks: callbacks of the user, or the `CallbackList` of another call.
-            driver: of the steps: has `examples` and `times` so far, and `unplaced_model`, which is
-                None on parameter servers.
+            driver: driver of the steps, with `examples` and `times` so far, and `unplaced_model`,
+                which is None on parameter servers.
             verbose: see Keras.
             steps: number of steps of one epoch; None if unknown.
             counts: whether the driver counts examples.

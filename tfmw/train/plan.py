@@ -1,4 +1,4 @@
-"""The plan of a training: everything that a call of `fit` chooses is chosen here.
+"""The plan of a training, which makes all choices of a call of `fit`.
 
     plan = Plan(arguments)
     history = plan.run()
@@ -46,13 +46,13 @@ class Plan:
     """One training.
 
     Args:
-        arguments: of the call, as they have reached Keras's method.
+        arguments: arguments of the call, as they have reached Keras's method.
 
     Attributes:
-        element_spec: structure of tf.TensorSpec, of one batch, once the model is trained.
+        element_spec: structure of tf.TensorSpec for one batch, once the model is trained.
 
     Raises:
-        UsageError: arguments that contradict each other, the model or the cluster.
+        UsageError: arguments contradict each other, the model or the cluster.
     """
 
     element_spec: Any = None
@@ -163,7 +163,7 @@ class Plan:
     # ------------------------------------------------------------ what is refused
 
     def _refuse_other_kind(self, record: dict[str, Any] | None) -> None:
-        """Raises UsageError, on all tasks, if the backup is of another kind of training."""
+        """Raises UsageError, on all tasks, if the backup belongs to another kind of training."""
         if record is None:
             return
         # Workers of parameter servers draw their own seeds.

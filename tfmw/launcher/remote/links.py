@@ -11,8 +11,8 @@
 
 Both sides of a connection first prove the token (`tfmw.cluster.wire`); then every frame carries a
 MAC (HMAC-SHA256). The first message of the side that has connected is its hello. Both sides send a
-frame from time to time. Connections that prove nothing are closed after `Timing.hello_s`. A message
-may have any length, and travels in pieces.
+frame from time to time. Connections without a proof are closed after `Timing.hello_s`. A message
+may have any length, and is sent in chunks.
 
 The token is never sent. A frame that is altered, repeated, omitted, sent back to its sender or
 copied from another connection has the wrong MAC. Nothing is encrypted: the messages of supervisors
@@ -65,7 +65,7 @@ class Frames:
     """Frames of one direction of a connection; the sender seals, the receiver verifies.
 
     Args:
-        key: of the connection; see `wire.Proof`.
+        key: key of the connection; see `wire.Proof`.
         sender: "server" or "client".
     """
 
@@ -243,8 +243,8 @@ class Links:
         """Connects to the process that leads, and again after each loss.
 
         Args:
-            name: of that process, in events; None: no connection.
-            addresses: of that process; the first that can be reached is used.
+            name: name of that process in events; None: no connection.
+            addresses: addresses of that process; the first reachable one is used.
             hello: returns the first message, for this side's address.
             local: this side's address.
         """

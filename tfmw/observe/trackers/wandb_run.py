@@ -74,5 +74,5 @@ def adopt(sent: dict[str, Any], is_chief: bool) -> None:
         run = pickle.loads(sent["run"])
         wandb.run, wandb.log = run, run.log
         wandb.log_artifact, wandb.define_metric = run.log_artifact, run.define_metric
-    except Exception as error:  # of another machine, say
+    except Exception as error:  # for example a run of another machine
         logger.warning("the caller's W&B run cannot be joined here: %s", error)

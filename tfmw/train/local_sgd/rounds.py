@@ -251,10 +251,10 @@ class Rounds:
         return self._replicas.sum([flat])[0]
 
     def _apply(self, mixed: float) -> None:
-        """Ends the exchange: makes an outer step, and gives replicas its weights.
+        """Ends the exchange with an outer step, and gives replicas its weights.
 
         Args:
-            mixed: the share of its own weights that each replica keeps.
+            mixed: fraction of its own weights that each replica keeps.
         """
         assert self._exchange is not None
         (fragment, result), self._exchange = self._exchange, None

@@ -29,10 +29,10 @@ class OnePass(NamedTuple):
 
     model: keras.Model
     strategy: Any
-    splits: bool  # whether replicas have parts of batches, and not whole ones
+    splits: bool  # whether replicas have shards of batches, rather than whole ones
 
     def evaluate(self, *, x: Any, return_dict: bool, **passed: Any) -> Any:
-        """Loss and metrics over all examples, as `keras.Model.evaluate` returns them."""
+        """Loss and metrics over all examples, in the form of `keras.Model.evaluate`."""
         logs = self.logs(x=x, **passed)
         return logs if return_dict else flatten_metrics(self.model, logs)
 

@@ -29,7 +29,7 @@ _GATHERED = (tf.float16, tf.float32, tf.float64)
 def divided(
     optimizer: Any, transport: Transport, grads: list[Any], variables: list[Any]
 ) -> list[Pack]:
-    """Packs of the variables with an update that can be sharded, by the gradients of a step.
+    """Buckets of the variables whose update can be sharded, from the gradients of one step.
 
     They are the same on all replicas.
     """

@@ -73,9 +73,9 @@ class ShardedUpdate:
     """The update of the weights by one optimizer, on each worker.
 
     Args:
-        optimizer: built, of a model that is placed.
-        reduction: of the strategy's gradients.
-        choice: True, False or "auto": where it pays.
+        optimizer: a built optimizer of a placed model.
+        reduction: reduction of the strategy's gradients.
+        choice: True, False or "auto", which shards if that saves time.
         eager: whether steps run op by op.
     """
 

@@ -3,8 +3,8 @@
     with EachStep(strategy, shard_optimizer="auto").driver(model) as driver:
         driver.run_steps("train", call)
 
-A synchronization is chosen once for a call, and has two sides: while a step is traced the driver
-asks what becomes of a replica's gradients, and between steps the training asks what is due.
+A synchronization is chosen once for a call, and has two sides. While a step is traced it transforms
+a replica's gradients for the driver. Between steps it runs due exchanges for the training.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class EachStep:
 
         Args:
             local: index of the replica in this process.
-            examples: int32 [], of this replica.
-            total: int32 [], of the global batch.
+            examples: int32 [], number of examples of this replica.
+            total: int32 [], number of examples of the global batch.
         """
         return total
 

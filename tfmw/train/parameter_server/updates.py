@@ -232,7 +232,7 @@ class Updates:
         """Updates a whole shard from gradients of some rows, as Keras does: all slots decay.
 
         Args:
-            rows, ids: as of `update_rows`.
+            rows, ids: see `update_rows`.
         """
         shape = shard.variable.shape.as_list()
         dense = tf.math.unsorted_segment_sum(rows, ids, shape[0])

@@ -3,7 +3,7 @@
     total = Reduction(strategy, compression="bf16")
     summed = total(grads)                  # on each replica; the same on all
 
-`transports.py` has the ways in which they travel.
+`transports.py` sends them.
 """
 
 from __future__ import annotations

@@ -2,22 +2,22 @@
 
     transport = transport_of(strategy, options)
     totals = transport(grads)                           # sums over replicas; the same on all
-    own = transport.scattered(flat, cuts)               # only this worker's part of a sum; the ring
-    weights = transport.gathered(own_weights, cuts)     # the parts of all
+    own = transport.scattered(flat, cuts)               # this worker's shard of a sum; ring only
+    weights = transport.gathered(own_weights, cuts)     # the shards of all
 
-Gradients of workers without GPUs are summed by tfmw's own ring (`ring.py`). Small ones are joined
-into packs, in the order in which the backward pass computes them: the last layer's gradients are
+Gradients of workers without GPUs are summed by tfmw's own ring (`ring.py`). Small ones are merged
+into buckets, in the order in which the backward pass computes them: the last layer's gradients are
 sent first, while those of earlier layers are still being computed.
 
-Otherwise TensorFlow sums them. It joins small gradients into packs of `bytes_per_pack` and sends
+Otherwise TensorFlow sums them. It merges small gradients into packs of `bytes_per_pack` and sends
 the packs concurrently, but does not split large gradients. Its ring is slow for these: each message
-is allocated, zeroed and copied several times, which costs a multiple beyond the sizes of allocator
+is allocated, zeroed and copied several times, which is much slower beyond the sizes of allocator
 and caches. So large gradients are split here. The results are the same: each element is summed over
 replicas in the same order.
 
-The ring can stop its all-reduce half way, where each worker has one part of the sum. tf.distribute
-has an all-reduce and an all-gather, and no reduce-scatter: there a replica takes its part of a
-whole sum, and half as many bytes again travel.
+The ring has a reduce-scatter, after which each worker has one shard of the sum. tf.distribute has
+an all-reduce and an all-gather, but no reduce-scatter. There a replica takes its shard of a whole
+sum, which sends 1.5 times the bytes.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class OverRing:
     ) -> tf.Tensor:
         """Runs `exchange(*arrays)` after the earlier ones; returns the first array as it is then.
 
-        That array is the memory of the first tensor, or of a copy where others still use it. So the
-        ring needs no memory of its own, beside that which TensorFlow keeps for tensors.
+        That array is the memory of the first tensor, or of a copy if others still use it. So the
+        ring needs no memory except that which TensorFlow keeps for tensors.
         """
         first, *others = tensors
         if tf.executing_eagerly():
