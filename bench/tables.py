@@ -225,7 +225,7 @@ def memory(field: str) -> dict[str, int]:
 
     Args:
         field: a field of /proc/PID/status. VmRSS is the current memory, VmHWM the peak since
-        `Phases.begin`.
+            `Phases.begin`.
     """
     return {task: _bytes(folder, field) for task, folder in tasks().items()}
 

@@ -45,7 +45,7 @@ def listen(host: str = "", port: int = 0) -> socket.socket:
 
     Args:
         host: an IP address of this machine; with any other value the socket listens at all
-        addresses.
+            addresses.
         port: 0 for any free port.
 
     Raises:
@@ -133,7 +133,7 @@ def limit_silence(peers: Iterable[tuple[str, int]], seconds: float) -> int:
     Args:
         peers: see `end_connections`.
         seconds: seconds without an acknowledgement of sent data, or of the kernel's own probes; see
-        tcp(7).
+            tcp(7).
     """
     options = {
         "TCP_USER_TIMEOUT": round(seconds * 1000),

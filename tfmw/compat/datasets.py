@@ -193,7 +193,7 @@ def dataset_graph(dataset: tf.data.Dataset, for_other_process: bool = False) -> 
 
     Raises:
         tf.errors.OpError: `for_other_process` is true, and the dataset uses state of this process,
-        such as a variable.
+            such as a variable.
     """
     policy = tf.data.experimental.ExternalStatePolicy
     serialized = dataset._as_serialized_graph(

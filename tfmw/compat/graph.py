@@ -52,7 +52,7 @@ def ancestors(
     Args:
         ends: symbolic tensors of one graph, or operations, which are included.
         stop: whether a tensor counts as an input; the operation before it is not visited through
-        it.
+            it.
         controls: whether control inputs are followed, too.
     """
 

@@ -74,7 +74,7 @@ class OptimizerPart:
 
     Attributes:
         slots: (name, Keras variables in the order of the optimizer's variables; None if a variable
-        has no slot).
+            has no slot).
 
     The constructor calls `take`.
     """

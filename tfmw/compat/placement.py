@@ -197,7 +197,7 @@ def placed(
 
     Args:
         model: compiled and built, with its optimizer built; it is the same on all workers
-        (`agreement`).
+            (`agreement`).
         strategy: a synchronous strategy.
         copies: id of a Keras variable -> the replacement of its `tf.Variable`. Copies of an earlier
             placement are reused, and so are functions traced with them; new ones are added.

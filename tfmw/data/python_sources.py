@@ -112,7 +112,7 @@ class GeneratorHooks(EpochHooks):
 
     Args:
         adapter: Keras's adapter, which has read the first batches, and calls its `generator` for
-        all.
+            all.
     """
 
     def __init__(self, adapter: Any):
@@ -128,7 +128,7 @@ class GeneratorHooks(EpochHooks):
         Args:
             group: the tasks that read them.
             batches: number of batches of an epoch, beyond which none is read ahead; None reads to
-            the end.
+                the end.
         """
         self._group = group
         self._of_epoch = itertools.count() if batches is None else range(batches)

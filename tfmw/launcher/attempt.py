@@ -410,7 +410,7 @@ class Attempt:
 
         Args:
             grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once; None: the run's grace
-            period.
+                period.
         """
         if self._output.closed:
             return

@@ -109,7 +109,7 @@ def visible_devices(
 
     Args:
         rank: rank of the task among the training tasks of this host, from 0; None: it does not
-        train.
+            train.
         tasks: number of training tasks on this host.
         environ: environment; a list in its CUDA_VISIBLE_DEVICES is divided.
         devices: the directory of the GPUs' files.

@@ -86,7 +86,7 @@ class Gateway:
 
     Args:
         listeners: sockets in the private network: that of the proxy, then one for each port of
-        localhost.
+            localhost.
         environ: the user's environment, which may name a proxy.
     """
 

@@ -137,7 +137,7 @@ class TableFiles:
             prefix: prefix of the checkpoint.
             layout: the slices in it; tables that are not in it are left as they are.
             only_changed: the checkpoint has the rows that changed after another one, which was read
-            before.
+                before.
         """
         restore = _restore_changed if only_changed else _restore
         wanted: dict[int, list[Callable[[tf.Tensor], tf.Tensor]]] = {}

@@ -161,7 +161,7 @@ class Route(NamedTuple):
         asked: server -> (int64 [variables there], the number of ids of each variable; int64 [n],
             these ids without repetitions, relative to the start of their variable).
         positions: int32 [n], the position of each id of all tables among the requested ids of all
-        servers.
+            servers.
         lengths: int64 [tables], the number of ids of each table.
     """
 
@@ -184,7 +184,7 @@ class Route(NamedTuple):
 
         Args:
             values: for each table [n, ...], one value for each of its ids; values of the same row
-            are summed.
+                are summed.
         """
         sent = _send_op(list(values), [ids for _, ids in self.asked.values()], self.positions)
         return dict(zip(self.asked, sent, strict=True))

@@ -45,7 +45,7 @@ class EpochIterator:
         argument: the name of the user's argument for `steps`.
         position: a `Cursor` of an interrupted run, as JSON; see `restore_position`.
         index_dir: directory that keeps the indices of files of records, with which a run resumes at
-        once.
+            once.
         steps_per_execution: attribute of the model.
 
     Raises:

@@ -83,7 +83,7 @@ class FunctionPace:
     Args:
         steps_per_execution: argument of `model.compile`; a value above 1 is used unchanged.
         unrolled: number of steps that are faster together than alone; a function has a multiple of
-        it.
+            it.
     """
 
     def __init__(self, steps_per_execution: int, unrolled: int = 1):

@@ -35,7 +35,7 @@ def pack(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
     Args:
         value: the structure.
         large: list for the arrays that are too large to be copied into the pickle; None: all are
-        copied.
+            copied.
 
     Raises:
         UsageError: an object in it cannot be pickled, or cloudpickle is not installed.

@@ -35,7 +35,7 @@ class Outcome:
             "SILENT".
         difference: the greatest, relative to the largest value of each array.
         why: the warning, the error or the documented reason; otherwise the place of the greatest
-        difference.
+            difference.
     """
 
     item: Item

@@ -96,7 +96,7 @@ def refuse_other(record: Mapping[str, Any], current: list[str], path: str) -> No
 
     Args:
         record: record of the backup: `signature`, and `versions` of packages if a recent tfmw wrote
-        it.
+            it.
         current: the model's signature.
         path: path of the backups, for the message.
     """

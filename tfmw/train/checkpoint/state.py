@@ -85,7 +85,7 @@ class Snapshots:
 
         Args:
             busy: whether every step assigns to the variables, so that copies are worth their
-            memory.
+                memory.
             parts: the variables to skip, as `take_parts` copies them.
         """
         apart = {id(v) for v in parts.variables} if parts is not None else set()

@@ -183,7 +183,7 @@ def _order(all_rows: list[np.ndarray], local: int, leaf: int | None) -> np.ndarr
         all_rows: per worker, int64 [steps, local] or [steps, local, leaves].
         local: number of replicas of each worker.
         leaf: index of the output, if replicas have whole batches in turn, with rows for each
-        output.
+            output.
 
     Returns:
         int64 [examples], in the order of the dataset.

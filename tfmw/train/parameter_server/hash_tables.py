@@ -45,7 +45,7 @@ class ServedHashTable:
 
     Args:
         one_op: (key, function, whether it waits) -> the function as one op, the same op in each
-        step.
+            step.
         workers: number of workers, each of which may be in a step.
     """
 

@@ -292,7 +292,7 @@ class WorkerSteps:
             fetched: the rows that it looks up.
             scalars: scalars of the optimizers.
             update: function (optimizer, [(gradient, Keras variable), ...]) that updates the
-            variables.
+                variables.
         """
         server_variables, model = self.server_variables, self.server_variables.model
         self._fetched = fetched

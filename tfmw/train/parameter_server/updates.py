@@ -264,7 +264,7 @@ class ServerRows:
 
     Args:
         server_variables: variables on the server that runs this; their rows have one shape and
-        type.
+            type.
         ids: for each variable int64 [n], distinct rows.
         sizes: int64 [variables], number of ids of each.
     """

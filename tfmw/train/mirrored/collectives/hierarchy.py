@@ -142,7 +142,7 @@ def by_machine(machines: Sequence[Hashable]) -> list[list[int]] | None:
 
     Args:
         machines: id of each worker's machine by rank, equal for workers of one machine; None if
-        unknown.
+            unknown.
     """
     found: dict[Hashable, list[int]] = {}
     for rank, machine in enumerate(machines):
