@@ -1,12 +1,12 @@
 # make demo    two worker processes train on real digits; a fresh process then predicts
-# make test    what CI runs: lint, types, documentation, every test
+# make test    lint, types, documentation, tests: what CI runs before samples of the others
 # make docs    the site, with guides, notebooks and API reference: build/docs/index.html
 # make bench   time of a step, memory and a whole training beside other ways, each with its goal
 #
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-long test-updates test-fast test-hosts test-oldest test-nightly nightly flaky test-gpu test-keras test-tf-keras test-examples survey bench package lint type docs diagrams notebooks clean
+.PHONY: help demo test nightly updates flaky test-oldest test-nightly test-keras bench package lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -25,7 +25,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-thorough, make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-nightly, make nightly, make flaky, make test-gpu, make test-keras, make test-tf-keras, make test-examples, make survey, make lint, make type,"
+	@echo "make nightly, make flaky, make test-oldest, make test-nightly, make test-keras, make lint, make type,"
 	@echo "make package, make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -48,18 +48,6 @@ demo: $(STAMP)
 	@$(QUIET) $(BIN)/tfmw run --workers 2 recipes/digits.py --export_dir=build/digits
 	@$(QUIET) $(BIN)/python recipes/predict.py --export_dir=build/digits $(WITHOUT_NOTICES)
 
-# Debian installs Slurm's daemons where only root's PATH looks.
-SLURM := $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld)
-NO_SLURM := make test: without the tests of Slurm, which is not installed: apt-get install slurm-wlm
-JAVA := $(shell command -v java)
-NO_JAVA := make test: without the tests of Spark, which needs Java: apt-get install default-jre-headless
-NODEJS := $(shell command -v node)
-NO_NODEJS := make test-long: without Perfetto's trace processor, which needs Node.js: apt-get install nodejs
-LACKS := $(strip $(if $(SLURM),,slurm) $(if $(JAVA),,spark) $(if $(NODEJS),,nodejs))
-NOTHING :=
-OR := $(NOTHING) or $(NOTHING)
-MISSING := $(if $(LACKS),not ($(subst $(NOTHING) $(NOTHING),$(OR),$(LACKS))))
-
 # Files of tests at a time: two of them keep two cores busy.
 JOBS ?= 2
 
@@ -67,23 +55,24 @@ PYTEST = $(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist 
 
 test: $(DEV)
 	@$(MAKE) --no-print-directory --jobs $(JOBS) lint type docs
-	@$(if $(SLURM),,echo "$(NO_SLURM)")
-	@$(if $(JAVA),,echo "$(NO_JAVA)")
-	@$(PYTEST) -m "not long and not thorough$(if $(MISSING), and $(MISSING))"
+	@$(PYTEST) -m "not nightly"
 
-# More cases of the kinds that make test has examples of. CI runs an eighth of them, another one for each
-# commit: PART=8, by the commit or by the SEED that a run has printed.
-test-thorough: $(DEV)
-	@$(if $(PART),TFMW_TEST_PART=$(PART)) $(if $(SEED),TFMW_TEST_SEED=$(SEED)) $(PYTEST) -m "thorough and not long$(if $(MISSING), and $(MISSING))"
+# More cases of the kinds that make test has, what takes long, and the real Slurm, Spark and Ray. All of
+# it takes hours, then come the other targets of tests. With TESTS (files) or PART=8 (an eighth, another
+# one for each commit, or that of the SEED that a run has printed), it is only that.
+NIGHTLY_NEEDS := slurmctld:slurm-wlm java:default-jre-headless node:nodejs
 
-# What takes long and rarely breaks.
-test-long: $(DEV)
-	@$(if $(NODEJS),,echo "$(NO_NODEJS)")
-	@$(PYTEST) -m "long$(if $(MISSING), and $(MISSING))"
+nightly: $(DEV)
+	@$(if $(TESTS),,$(foreach need,$(NIGHTLY_NEEDS),PATH="$$PATH:/usr/sbin" command -v $(firstword $(subst :, ,$(need))) >/dev/null || \
+	  { echo "make nightly needs $(lastword $(subst :, ,$(need))): apt-get install $(lastword $(subst :, ,$(need)))"; exit 1; };))
+	@$(if $(PART),TFMW_TEST_PART=$(PART)) $(if $(SEED),TFMW_TEST_SEED=$(SEED)) \
+	  $(if $(PART)$(TESTS),,TFMW_TEST_HOSTS=all TFMW_TEST_SCHEDULES=5000) \
+	  $(PYTEST) --timeout 1800 -m nightly $(TESTS)
+	@$(if $(PART)$(TESTS),,$(MAKE) --no-print-directory --keep-going updates test-oldest test-nightly test-keras)
 
 # The matrix, backups and resuming with each way to make the update forced: shared between workers or
 # not, compiled or not. An hour.
-test-updates: $(DEV)
+updates: $(DEV)
 	@for shared in on off; do for fused in on off; do \
 	  TFMW_SHARD_OPTIMIZER=$$shared TFMW_FUSED_UPDATE=$$fused $(BIN)/python -m pytest --timeout 1800 \
 	    tests/matrix tests/checkpoint/test_restart_fit.py tests/checkpoint/test_resume.py || exit 1; \
@@ -93,21 +82,10 @@ test-updates: $(DEV)
 # each. TESTS: files or other arguments of pytest; SEED: of the orders.
 flaky: $(DEV)
 	@$(BIN)/python -m tests.flaky $(if $(SEED),--seed $(SEED)) \
-	  $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder) \
-	  -m "not long and not thorough$(if $(MISSING), and $(MISSING))" $(TESTS)
-
-# Hosts that come and go, at every point and by many more schedules than make test has. Best as root,
-# for network namespaces (TFMW_TEST_NAMESPACES=0: without them), and with Slurm.
-test-hosts: $(DEV)
-	@TFMW_TEST_HOSTS=all TFMW_TEST_SCHEDULES=5000 $(BIN)/python -m pytest --timeout 1200 \
-	  $(if $(MISSING),-m "$(MISSING)") tests/hosts
-
-# What CI runs parts of, as it rarely finds a fault: all of it; and the Keras of tonight.
-nightly:
-	@$(MAKE) --no-print-directory --keep-going test-thorough test-oldest test-keras test-nightly
+	  $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder) -m "not nightly" $(TESTS)
 
 # The oldest TensorFlow and Keras that tfmw works with, in an environment of their own. PART, SEED: as of
-# test-thorough.
+# nightly.
 OLDEST := build/oldest
 
 test-oldest: pyproject.toml
@@ -115,7 +93,7 @@ test-oldest: pyproject.toml
 	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  'tensorflow==2.18.1' 'keras==3.8.0' hypothesis pytest pytest-timeout --editable .
 	@$(if $(PART),TFMW_TEST_PART=$(PART)) $(if $(SEED),TFMW_TEST_SEED=$(SEED)) \
-	  $(OLDEST)/bin/python -m pytest -m "not multiprocess" \
+	  $(OLDEST)/bin/python -m pytest -m "not process" \
 	  tests/keras_compat/test_keras_compat.py tests/mirrored/test_cached_driver.py tests/layers \
 	  tests/matrix
 
@@ -131,39 +109,24 @@ test-nightly: pyproject.toml
 	@$(NIGHTLY)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --pre --no-deps keras-nightly
 	@$(NIGHTLY)/bin/python -m pytest tests/data/test_grain.py
-	@$(NIGHTLY)/bin/python -m pytest -m "not multiprocess and not thorough and not long" \
+	@$(NIGHTLY)/bin/python -m pytest -m "not process and not nightly" \
 	  tests/keras_compat tests/mirrored/test_cached_driver.py tests/layers tests/matrix
 
-# Everything that Keras exports, on two replicas beside one process: a table in docs/explain/survey.md.
-survey: $(DEV)
-	@$(QUIET) $(BIN)/python -m tests.keras_compat.survey $(WITHOUT_NOTICES)
+# Tests of others, run through tfmw, beside the same with Keras alone. SUITE: keras, hub (KerasHub) and rs
+# (KerasRS), all of them or as many as SAMPLE says, drawn anew for each commit or by SEED; tf-keras (of
+# tf.distribute, of legacy Keras); examples (of keras.io: their table in docs/explain/examples.md). All but
+# the first are downloaded; SOURCES: a checkout instead.
+SUITE ?= keras
 
-# Everything that takes no longer than a moment, and a few rows of the matrix.
-test-fast: $(DEV)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not multiprocess and not slow and not thorough and not long"
-
-# Small trainings on two replicas beside one, on this machine's GPUs: replicas may share one GPU. A
-# machine without GPUs takes CPU devices.
-test-gpu: $(DEV)
-	@$(BIN)/python -m tests.on_gpus
-
-# Keras's own tests, run through tfmw, or KerasHub's (SUITE=hub) and KerasRS's (SUITE=rs), which are
-# downloaded (SOURCES: a checkout instead): all of them, or as many as SAMPLE says, drawn anew for
-# each commit, or by the SEED that a run has printed.
 test-keras: $(DEV)
-	@$(BIN)/python -m tests.keras_suite --jobs $(JOBS) \
-	  $(if $(SUITE),--suite $(SUITE)) $(if $(SOURCES),--sources $(SOURCES)) \
-	  $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))
-
-# keras.io's examples by their own code, which is downloaded: Keras in one process, tfmw on two workers.
-# EXAMPLES: names; all of them write the table in docs/explain/examples.md. SOURCES: a checkout instead.
-test-examples: $(DEV)
-	@$(BIN)/python -m tests.examples $(EXAMPLES) $(if $(SOURCES),--sources $(SOURCES)) \
-	  $(if $(EXAMPLES),,--write)
-
-# Legacy Keras's own tests of tf.distribute, downloaded, on Keras 3 and tfmw. SOURCES: a checkout.
-test-tf-keras: $(DEV)
+ifeq ($(SUITE),examples)
+	@$(BIN)/python -m tests.examples $(EXAMPLES) $(if $(SOURCES),--sources $(SOURCES)) $(if $(EXAMPLES),,--write)
+else ifeq ($(SUITE),tf-keras)
 	@$(BIN)/python -m tests.tf_keras_suite $(if $(SOURCES),--sources $(SOURCES))
+else
+	@$(BIN)/python -m tests.keras_suite --jobs $(JOBS) --suite $(SUITE) $(if $(SOURCES),--sources $(SOURCES)) \
+	  $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))
+endif
 
 lint: $(DEV)
 	@$(BIN)/ruff check --quiet .

@@ -257,7 +257,7 @@ class TestEnv:
             "unknown: TensorFlow can't be imported: ImportError: no libcuda",
         )
 
-    @pytest.mark.slow
+    @pytest.mark.process
     def test_the_command(self):
         done = tfmw("env", env={"TFMW_SECRET": "hush"})
         assert done.returncode == 0

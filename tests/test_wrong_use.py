@@ -108,7 +108,7 @@ def test_one_sentence(name: str) -> None:
     assert "\n" not in message
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_init_after_the_first_op_raises() -> None:
     script = """
 import tensorflow as tf
@@ -134,8 +134,8 @@ def test_importing_tfmw_imports_no_tensorflow() -> None:
     assert run.stdout.strip() == "[]"
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_functions_keep_their_names_when_their_modules_are_imported() -> None:
     script = """
 import tfmw.train.calls, tfmw.train.saved_model, tfmw.launcher.run
@@ -145,7 +145,7 @@ assert tfmw.fit is fit and callable(tfmw.export) and callable(tfmw.launch)
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_another_backend_of_keras_is_refused() -> None:
     script = """
 import keras, tfmw
@@ -164,7 +164,7 @@ except tfmw.UsageError as e:
     )
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize(("workers", "ps"), [(2, 0), (1, 1)])
 def test_model_fit_in_a_cluster_is_refused(run_cluster, tmp_path, workers, ps) -> None:
     run = run_cluster("model_fit.py", "fit", str(tmp_path), workers=workers, ps=ps, status=2)
@@ -180,7 +180,7 @@ def test_backups_of_plain_calls_in_a_script_that_calls_init(monkeypatch) -> None
         tfmw.init(keras=False)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_every_worker_saves_whole_files_and_in_callbacks_only_the_chief_saves(
     run_cluster, tmp_path
 ):

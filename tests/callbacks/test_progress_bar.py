@@ -231,7 +231,7 @@ def test_lines_are_for_output_to_files(monkeypatch):
     assert with_progress([], True, "auto") == [], "nobody knows how many examples: Keras's own"
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["known", "unknown", "function", "ragged"])
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_examples_are_counted_one_by_one(monkeypatch, kind, eagerly):
@@ -312,7 +312,7 @@ def test_on_a_terminal_they_draw_bars_and_return_what_keras_returns(monkeypatch)
     assert re.match(r"2/2 ━{20} \d+s \d+[mu]?s/step *$", predict)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_run_prints_task_output_and_logs_everything(tmp_path):
     """The real TensorFlow on two workers: its notices are in the logs and nowhere else."""
     arguments = ["--workers", "2", "--log-dir", str(tmp_path)]
@@ -330,8 +330,8 @@ def test_run_prints_task_output_and_logs_everything(tmp_path):
         assert without_notices(text) != text, "TensorFlow says nothing any more"
 
 
-@pytest.mark.thorough
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_run_on_a_terminal_has_one_bar_with_examples_per_second(tmp_path):
     """Two workers on 80 columns, where the whole bar has no place beside the rate."""
     ours, theirs = pty.openpty()

@@ -11,7 +11,7 @@ from tests.helpers.cluster import ClusterRun, run_cluster
 from tfmw.errors import UsageError
 from tfmw.train.callbacks import roles
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

@@ -34,8 +34,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_a_trace_of_a_run_that_was_killed(killed: Path) -> None:
     assert {path.name for path in (killed / "traces").iterdir()} == {"trace.json"}
     events = json.loads((killed / "traces/trace.json").read_text())["traceEvents"]
@@ -46,9 +46,8 @@ def test_a_trace_of_a_run_that_was_killed(killed: Path) -> None:
     assert_all_steps(killed, events)
 
 
-@pytest.mark.long
-@pytest.mark.nodejs
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_perfetto_reads_a_trace(killed: Path) -> None:
     """Its trace processor finds every event in its row, and totals that other accounts have."""
     path = killed / "traces/trace.json"

@@ -28,7 +28,7 @@ from tfmw.train.checkpoint import evaluator
 from tfmw.train.checkpoint.store import BackupStore
 from tfmw.train.saved_model import verify_export as verify
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 EPOCHS, STEPS = 3, 20
 
 
@@ -46,7 +46,7 @@ def scalars(folder):
 
 @pytest.fixture(
     scope="module",
-    params=[0, pytest.param(1, marks=pytest.mark.thorough)],
+    params=[0, pytest.param(1, marks=pytest.mark.nightly)],
     ids=["synchronous", "parameter servers"],
 )
 def run(request, tmp_path_factory):
@@ -110,7 +110,7 @@ def tensorboard(folder):
         server.wait()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_real_tensorboard_shows_training_and_evaluation(run):
     """One curve of the chief's, and beside it the evaluator's, over steps of their own."""
     result, folder = run
@@ -152,7 +152,7 @@ def test_best_backup_is_exported_and_backups_are_removed(run):
     assert not list(folder.glob("step_*"))
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_killed_evaluator_resumes(tmp_path):
     """The test kills the evaluator alone, and only the evaluator starts again."""
     arguments = [tmp_path, "--wait"]
@@ -191,7 +191,7 @@ def trained(folder: Path) -> None:
     tfmw.fit(small_model(3.0), x, x, epochs=1, verbose=0, callbacks=[callback])
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_evaluator_killed_before_an_export_exports_after_its_restart(tmp_path, monkeypatch):
     trained(tmp_path)
     module: Any = evaluator
@@ -208,7 +208,7 @@ def test_evaluator_killed_before_an_export_exports_after_its_restart(tmp_path, m
     assert verify(tmp_path / "best") == []
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_backups_are_kept_for_a_restarted_evaluator(tmp_path, monkeypatch):
     at_end: list[Callable[[], Any]] = []
     monkeypatch.setattr(membership, "on_success", at_end.append)
@@ -230,7 +230,7 @@ def test_backups_are_kept_for_a_restarted_evaluator(tmp_path, monkeypatch):
     assert not store.has_evaluator()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_backups_are_kept_for_an_evaluator_that_starts_after_the_training(tmp_path, monkeypatch):
     at_end: list[Callable[[], Any]] = []
     monkeypatch.setattr(membership, "on_success", at_end.append)

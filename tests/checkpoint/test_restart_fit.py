@@ -20,7 +20,7 @@ from tests.helpers.cluster import PROGRAMS, tfmw_command
 from tfmw.errors import PREEMPTED
 from tfmw.train.saved_model import verify_export as verify
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 PROGRAM = str(PROGRAMS / "restart_fit.py")
 EPOCHS, STEPS = 3, 12
@@ -139,7 +139,7 @@ def assert_divided(done: Trained) -> None:
     assert {"steps with their data", "validation", "start", "restarts"} <= set(parts)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_follow_up_errors_of_a_lost_worker_are_only_in_the_log(tmp_path):
     # Without a restart that waits for it, the survivor has the time to speak before it leaves. It
     # waits in a collective then: work between this step and the next needs no other worker.
@@ -156,7 +156,7 @@ def assert_only_in_logs(said: str, done: Trained, logs: Path) -> None:
     assert not re.search(said, done.output)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_row_13_one_task_is_preempted_then_the_launcher(undisturbed, tmp_path):
     told: list[int] = []
 
@@ -176,7 +176,7 @@ def test_row_13_one_task_is_preempted_then_the_launcher(undisturbed, tmp_path):
     assert_same(train(tmp_path, lambda *_: None), undisturbed)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_row_13_preempted_in_a_validation(undisturbed, tmp_path):
     # In the first epoch, then in the last: each validation begins again, no step is made again.
     arguments = ["--die", "1:validation:1:term,0:validation:2,0:validation:7:term"]
@@ -189,14 +189,14 @@ def test_row_13_preempted_in_a_validation(undisturbed, tmp_path):
     assert done.output.count("[worker 0] validation begins") == EPOCHS + 3
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_run_preempted_after_the_last_epoch_is_complete(undisturbed, tmp_path):
     done = train(tmp_path, lambda *_: None, arguments=[f"--die=1:epoch:{EPOCHS}:term"])
     assert "dies in epoch" in done.output
     assert_same(done, undisturbed)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_validation_and_an_export_that_are_longer_than_the_hang_timeout(undisturbed, tmp_path):
     export = tmp_path / "export"
     arguments = ["--epochs=1", "--validation_pause=2", "--hold=7", "--die=0:export:1:hold"]
@@ -207,7 +207,7 @@ def test_a_validation_and_an_export_that_are_longer_than_the_hang_timeout(undist
     assert verify(export) == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_chaos_many_kills_at_random_moments(undisturbed, tmp_path):
     chance = random.Random(20)
     # One kill in each of four attempts, some steps after the last, at either worker.
@@ -228,7 +228,7 @@ def test_chaos_many_kills_at_random_moments(undisturbed, tmp_path):
     assert os.listdir(tmp_path / "backup") == ["LOCK"]  # a run that is done needs none any more
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_chaos_killed_in_steps_backups_validation_and_export(undisturbed, tmp_path):
     chance = random.Random(4)
     either = [chance.randrange(2) for _ in range(3)]
@@ -268,7 +268,7 @@ SYNC = {
 """Exchanges of epochs of 12 steps begin after steps 1, 4, 6, 9, 11, and end one step later."""
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_workers_killed_between_and_in_rounds_of_local_sgd(tmp_path):
     sync = [f"--sync={json.dumps(SYNC)}"]
     for folder in ("undisturbed", "killed"):
@@ -286,7 +286,7 @@ def test_workers_killed_between_and_in_rounds_of_local_sgd(tmp_path):
     assert done.restarts == 4
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_local_sgd_goes_on_with_another_number_of_workers(tmp_path):
     sync = [f"--sync={json.dumps(SYNC)}"]
     left = train(tmp_path, lambda *_: None, arguments=[*sync, "--die=1:step:6:term"])

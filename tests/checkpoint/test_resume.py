@@ -21,7 +21,7 @@ from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster,
 from tfmw.errors import PREEMPTED
 from tfmw.train.checkpoint.store import BackupStore, verify
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 # Every kind of data, model state and callback: a run that was interrupted in the middle of an epoch
 # beside the same run undisturbed. On two processes those in which two differ from one.
@@ -80,12 +80,12 @@ def assert_equal_to_the_undisturbed_run(result: dict[str, Any]) -> None:
     assert resumed["epoch"] == list(range(len(resumed["epoch"])))
 
 
-@pytest.mark.parametrize("name", cases(ALONE, ALONE_TOO, ALONE_LONG))
+@pytest.mark.parametrize("name", cases(ALONE, [*ALONE_TOO, *ALONE_LONG]))
 def test_one_process_resumes_bit_for_bit(alone, name):
     assert_equal_to_the_undisturbed_run(alone[0][name])
 
 
-@pytest.mark.parametrize("name", cases(TOGETHER, TOGETHER_TOO, TOGETHER_LONG))
+@pytest.mark.parametrize("name", cases(TOGETHER, [*TOGETHER_TOO, *TOGETHER_LONG]))
 def test_two_processes_resume_bit_for_bit(together, name):
     for worker in together:
         assert_equal_to_the_undisturbed_run(worker[name])
@@ -186,7 +186,7 @@ def steps_of(backups: Path) -> int:
     return newest.step
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.thorough), 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_two_workers_are_preempted_and_another_number_resumes(
     folder, undisturbed, left_by_two, workers
 ):
@@ -206,7 +206,7 @@ def test_two_workers_are_preempted_and_another_number_resumes(
             np.testing.assert_allclose(run["history"][name], values, rtol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_one_worker_is_preempted_and_two_resume(folder, undisturbed):
     faults(folder / "one", "leave 5@0:0", workers=1, status=PREEMPTED)
     assert 4 < steps_of(folder / "one") < 8
@@ -229,7 +229,7 @@ def test_complete_run_trains_nothing_again(folder, undisturbed):
 # ---------------------------------------------------------------- row 18: the network between tasks
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_row_18_both_sides_of_a_cut_network_end(tmp_path):
     assert shutil.which("ip"), "this test needs the ip command: install iproute2"
     namespaces = "-n" if os.geteuid() == 0 else "-Urn"

@@ -171,8 +171,8 @@ def test_failed_write_leaves_the_previous_backup(store, step, error):
     assert points > 8, "the points of a write were not reached"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", ["same", pytest.param("other", marks=pytest.mark.thorough)])
+@pytest.mark.process
+@pytest.mark.parametrize("step", ["same", pytest.param("other", marks=pytest.mark.nightly)])
 def test_kill_during_a_write_leaves_a_complete_backup(tmp_path, step):
     """Row 3, with a real end of the process before each change of the disk."""
     run = subprocess.run(
@@ -551,7 +551,7 @@ def test_resumed_run_keeps_its_own_settings():
 # ---------------------------------------------------------------- row 12: one run at a time
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("lacks", [None, errno.EOPNOTSUPP])
 def test_second_run_is_refused_until_the_first_has_ended(store, monkeypatch, caplog, lacks):
     """A file system without flock is tested, too; there a killed run leaves a lease."""
@@ -626,8 +626,8 @@ def test_no_other_user_can_open_the_lock_and_hold_it(store):
 # ---------------------------------------------------------------- row 8: disk full
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.process
 def test_training_continues_on_a_full_disk_and_the_old_backup_is_kept(tmp_path):
     mount = f'mount -t tmpfs -o size=1m tmpfs {tmp_path} && cd {tmp_path} && exec "$@"'
     namespaces = "-m" if os.geteuid() == 0 else "-Urm"

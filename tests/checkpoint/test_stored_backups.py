@@ -41,15 +41,15 @@ def test_both_formats_with_tables_have_equal_tensors():
         np.testing.assert_allclose(old[name], new[name], rtol=1e-6, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_one_process_resumes(run_cluster, copied):
     run = run_cluster("stored_backup.py", "2", str(copied / "1"), workers=1)
     assert run[0]["began_at"] == [5]
     assert run[0]["off_by"][0] < 1e-6
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_parameter_servers_resume(run_cluster, copied):
     directories = [str(copied / name) for name in WITH_TABLES]
     run = run_cluster("stored_backup.py", "2", *directories, workers=1, ps=1)

@@ -184,7 +184,7 @@ def test_missing_slice_is_found(run):
         backup.tensors()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_kill_during_a_write_of_changed_rows_leaves_a_complete_backup(tmp_path):
     """The process really ends before each change of the disk."""
     done = subprocess.run(

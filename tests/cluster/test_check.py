@@ -145,8 +145,8 @@ def test_a_cluster_with_servers(checks, addresses):
         assert not any("gradients" in line for line in lines)
 
 
-@pytest.mark.thorough
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_with_tensorflow_itself(addresses):
     checks = Checks(str(ROOT))
     try:
@@ -166,7 +166,7 @@ def test_one_process(checks, tmp_path):
     assert f"ok: --backup_dir {tmp_path} can be written" in lines
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_task_that_was_not_started_is_named(checks, addresses):
     for index in range(2):
         checks.begin(index, addresses, "--timeout", "2")
@@ -211,8 +211,8 @@ def test_an_address_of_another_machine(checks, addresses):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_a_port_in_use(checks, addresses):
     """Both sides see it: the task itself, and who calls on it and gets another's answer."""
     port = int(addresses[1].partition(":")[2])
@@ -245,7 +245,7 @@ def test_a_task_that_differs(checks, addresses, odd, message):
         assert [word for word in ["worker 2", *message] if word not in bad(lines)[-1]] == []
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_descriptions_that_differ(checks, addresses):
     checks.begin(0, addresses[:2])
     checks.begin(1, [addresses[0], addresses[1], "127.0.0.1:1"], "--timeout", "2")
@@ -256,8 +256,8 @@ def test_descriptions_that_differ(checks, addresses):
     assert any(f"{disagree}worker 1 lists 3 workers, worker 0 lists 2" in b for b in bad(others))
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_two_tasks_of_one_index(checks, addresses):
     for index in (0, 1, 1):
         checks.begin(index, addresses, "--timeout", "3")  # they wait for worker 2
@@ -265,7 +265,7 @@ def test_two_tasks_of_one_index(checks, addresses):
     assert any("two processes are worker 1" in b for b in bad(results[0][1]))
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_directory_that_is_not_shared(checks, addresses, tmp_path):
     """The same path, and another place on each task."""
     for index in range(2):
@@ -321,7 +321,7 @@ def test_a_wrong_description_is_status_2(checks, addresses):
     assert lines[0].startswith("tfmw: TF_CONFIG describes this process as worker 5")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_other_connections_to_the_port_are_ignored(checks, addresses):
     """Connections that send anything but our lines are closed; nothing is answered or executed."""
     checks.begin(0, addresses[:2], "--timeout", "2")

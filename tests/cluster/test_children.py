@@ -16,10 +16,8 @@ CONFIG = {
 }
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "method", ["spawn", pytest.param("forkserver", marks=pytest.mark.thorough)]
-)
+@pytest.mark.process
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.nightly)])
 def test_children_have_no_cluster(run_cluster, method):
     run = run_cluster("children.py", method)
     child = {"cluster": "Cluster(single process)", "joined": False, "progress": None}

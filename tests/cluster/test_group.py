@@ -132,7 +132,7 @@ def test_a_worker_waits_for_the_chief_as_long_as_it_is_there(
     assert day_s <= late.now_s < day_s + 60
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_keys_of_earlier_calls_are_deleted(run_cluster):
     """The chief keeps a few dozen keys, for any number of calls in a training."""
     results = run_cluster("group_keys.py", workers=2)

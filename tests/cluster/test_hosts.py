@@ -64,8 +64,8 @@ def test_wrong_use(args: list[str], environ: dict[str, str], message: str) -> No
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_two_hosts_train_by_the_same_command(tmp_path: Path) -> None:
     """A recipe on two addresses: the same losses on both, one export."""
     first, second = free_ports(2)

@@ -17,8 +17,8 @@ def line_of(text: str) -> int:
     return next(i for i, line in enumerate(PROGRAM.read_text().splitlines(), 1) if text in line)
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("collectives", ["auto", pytest.param("ring", marks=pytest.mark.thorough)])
+@pytest.mark.process
+@pytest.mark.parametrize("collectives", ["auto", pytest.param("ring", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("what", "call", "line"),
     [("evaluate", "evaluate", "# only here"), ("exit", "fit", "callbacks=callbacks")],
@@ -37,7 +37,7 @@ def test_a_call_that_a_task_does_not_make(run_cluster, what, call, line, collect
     assert "Traceback" not in run.output
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_a_busy_task_disturbs_nobody(run_cluster):
     run = run_cluster("leaves.py", "busy", "auto")
     assert [result["done"] for result in run] == [True, True]
@@ -49,7 +49,7 @@ PAUSE_S = 6.0  # longer than the heartbeats of the program, and than the launche
 PATIENCE_S = 120.0
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_a_pause_of_all_processes_loses_nothing(tmp_path):
     """A pause such as that of `docker pause`, or of a closed lid."""
     command = ["run", "--workers", "2", "--max-restarts", "1", "--log-dir", str(tmp_path / "logs")]

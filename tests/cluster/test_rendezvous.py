@@ -61,7 +61,7 @@ def test_tasks_that_agree_continue(addresses):
     assert [r["error"] for r in results] == ["", "", ""]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("odd", cases([0], [2]))
 def test_row_22_all_tasks_raise_if_they_disagree_about_the_cluster(addresses, odd):
     lists = [addresses, addresses, addresses]
@@ -104,7 +104,7 @@ def test_row_30_versions_that_differ_are_refused_on_all_tasks(addresses):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_row_23_a_missing_task_is_named_on_all_others(addresses):
     results = meet(*((config(i, addresses), FACTS) for i in (0, 1)), timeout_s=3)
     for result in each(results):
@@ -112,7 +112,7 @@ def test_row_23_a_missing_task_is_named_on_all_others(addresses):
         assert f"worker 2 ({addresses[2]}) did not connect within 3 s" in result["error"]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_row_23_a_missing_chief_is_named(addresses):
     results = meet(*((config(i, addresses), FACTS) for i in (1, 2)), timeout_s=2)
     for i, result in enumerate(each(results), start=1):
@@ -122,7 +122,7 @@ def test_row_23_a_missing_chief_is_named(addresses):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_row_20_a_port_in_use_raises(addresses):
     port = int(addresses[1].rpartition(":")[2])
     with socket.create_server(("", port)):
@@ -260,7 +260,7 @@ def test_worker_ignores_another_server_at_the_chiefs_address(addresses, response
             assert (result(worker)["error"], result(chief)["error"]) == ("", "")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_another_server_at_the_chiefs_address_is_reported(addresses):
     with Foreign(addresses[0], FOREIGN[0]):
         (worker,) = meet((config(1, addresses[:2]), FACTS), timeout_s=1)
@@ -269,7 +269,7 @@ def test_another_server_at_the_chiefs_address_is_reported(addresses):
     assert "the process there is not a task of tfmw" in worker["error"]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("index", cases([0], [1]))
 def test_waiting_task_logs_what_it_waits_for(addresses, index):
     with task(index, addresses[:2]) as waiting:

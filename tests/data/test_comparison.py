@@ -162,8 +162,7 @@ def test_allowed_differences_are_accepted(name: str) -> None:
     assert refused(SAME[name]) is None
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
+@pytest.mark.process
 def test_all_workers_refuse_before_the_first_step() -> None:
     run = run_cluster("sharded_by_user.py", workers=2, status=2)
     for rank in range(2):

@@ -85,8 +85,8 @@ print(json.dumps([int(e["id"]) for e in tfds.as_numpy(read)]))
 """
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.process
 def test_processes_that_start_together_prepare_it_once_and_read_the_same(tmp_path):
     (temporary := tmp_path / "temporary").mkdir()
     environ = {"TFDS_DATA_DIR": str(tmp_path), "TMPDIR": str(temporary)}

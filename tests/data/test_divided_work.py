@@ -212,7 +212,7 @@ def test_strangers_get_nothing_and_hold_nobody_up(exchanges) -> None:
             assert len(received) <= 32, "more than a nonce"
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_the_work_is_divided_and_the_results_are_those_of_keras() -> None:
     (alone,) = run_cluster("divided_dataset.py", workers=1)
     workers = run_cluster("divided_dataset.py", workers=2)

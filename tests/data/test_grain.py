@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.cluster import run_cluster
 
 # Grain is in the group `dev`.
-pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
+pytestmark = [pytest.mark.process, pytest.mark.nightly]
 
 
 def test_grain_datasets_give_the_results_of_keras(tmp_path):

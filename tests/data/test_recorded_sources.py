@@ -20,18 +20,18 @@ from tests.programs.recorded_sources import (
     write_files,
 )
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
-# Some sources on 2 workers and then 3, and all of them by `make test-thorough`. `make test-long`
+# Some sources on 2 workers and then 3, and all of them by `make nightly`. `make nightly`
 # has the other numbers of workers.
 SOME = ["py_dataset", "tfrecords"]
 PAIRS = [(2, 3), (3, 1), (1, 2), (1, 3), (2, 1), (3, 2)]
 CASES = [
     pytest.param(
         *(name, before, after),
-        marks=pytest.mark.long
+        marks=pytest.mark.nightly
         if (before, after) in PAIRS[1:]
-        else [pytest.mark.thorough] * (name not in SOME),
+        else [pytest.mark.nightly] * (name not in SOME),
     )
     for before, after in PAIRS
     for name in SOURCES

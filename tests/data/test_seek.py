@@ -159,7 +159,7 @@ OF_FILES = [
     pytest.param(
         *(reader, shuffled, above),
         id=f"{reader}, {'shuffled files, ' * shuffled}{above}",
-        marks=[pytest.mark.thorough]
+        marks=[pytest.mark.nightly]
         * (above != "shuffle all, repeat" or not shuffled or number % 2),
     )
     for number, reader in enumerate((*READERS, *LINES))

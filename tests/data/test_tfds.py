@@ -59,14 +59,14 @@ def run(folder: Path) -> ClusterRun:
     return run_cluster("tfds_epochs.py", str(folder), timeout_s=200)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize("name", EXPECTED)
 def test_each_example_once_per_epoch(run: ClusterRun, name: str) -> None:
     for epoch in range(2):
         assert Counter(run[0][name][epoch] + run[1][name][epoch]) == Counter(EXPECTED[name])
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_each_worker_opens_its_own_files_only(run: ClusterRun, folder: Path) -> None:
     """A worker reads three of five files though the others do not exist: it opened no other."""
     left = [len(list((folder / f"own {i}").rglob("*.tfrecord-*"))) for i in range(2)]
@@ -74,14 +74,14 @@ def test_each_worker_opens_its_own_files_only(run: ClusterRun, folder: Path) -> 
     assert min(len(run[i]["own files"][0]) for i in range(2)) > 30
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_each_epoch_has_its_own_order(run: ClusterRun) -> None:
     for worker in each(run):
         assert worker["own files"][0] != worker["own files"][1]
         assert worker["in order"][0] == worker["in order"][1] != worker["own files"][0]
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_fewer_files_than_workers(run: ClusterRun) -> None:
     shares = [len(worker["one file"][0]) for worker in run]
     assert sorted(shares) == [51, 52]

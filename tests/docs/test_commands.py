@@ -50,7 +50,7 @@ HOSTS = "tests/cluster/test_hosts.py::test_two_hosts_train_by_the_same_command"
 
 
 class Here:
-    """Runs below, as it stands, in `make test-long`."""
+    """Runs below, as it stands, in `make nightly`."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,11 @@ RUN: dict[str, Here | Reason | str] = {
     "make demo": "tests/recipes/test_recipes.py::test_make_demo",
     "make docs": "tests/docs/test_docs.py::test_site_is_built",
     "make notebooks": "tests/notebooks/test_notebooks.py::test_first_fit",
-    r"make (test|test-[a-z-]+|nightly|flaky|lint|lint type|test JOBS=1)": Reason("are the tests"),
-    "make (package|survey)": Reason("tests of their own, by hand before a release"),
+    r"make (test|test-[a-z-]+( SUITE=[a-z-]+)?|nightly|updates|flaky)": Reason("are the tests"),
+    "make (lint|lint type|test JOBS=1)": Reason("are parts of make test"),
+    "make package|python -m tests.(keras_compat.survey|on_gpus)": Reason(
+        "tests of their own, by hand before a release"
+    ),
     "make diagrams": Reason("needs npm and chromium"),
     "make bench": Reason("installs PyTorch and tf_keras; an hour"),
     # one machine
@@ -257,8 +260,8 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 @pytest.mark.parametrize("command", [c for c in COMMANDS if isinstance(how(c), Here)])
 def test_it_runs(command, tmp_path):
     done = shell(command, tmp_path)

@@ -260,8 +260,8 @@ def build(source: Path, settings: Path, out: Path) -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.slow
-@pytest.mark.thorough  # make test begins with make docs
+@pytest.mark.process
+@pytest.mark.nightly  # make test begins with make docs
 def test_site_is_built(tmp_path):
     done = build(ROOT, ROOT / "docs", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -288,7 +288,7 @@ def test_site_is_built(tmp_path):
     assert not loaded, "pages load nothing from other servers"
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_site_build_fails_on_wrong_pages(tmp_path):
     (tmp_path / "README.md").write_text(
         "# Wrong\n\n[a page](nowhere.md) [a heading](#nowhere)\n\n"

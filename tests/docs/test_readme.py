@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.cluster import ONE_THREAD, ROOT, tfmw_command
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 # Definitions that the documents leave to the reader.
 READER = """
@@ -100,7 +100,7 @@ def test_the_readme(tmp_path):
 GUIDES = ("notebooks", "backups", "callbacks", "optimizer-state", "export")
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_guides(tmp_path):
     """One block after the other, as somebody would who reads on from page to page."""
     found = [blocks(f"docs/howto/{name}.md") for name in GUIDES]
@@ -134,7 +134,7 @@ model = make_model()
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_loading_data(tmp_path):
     code = "\n".join(blocks("docs/howto/load-data.md"))
     assert code.count("tfmw.fit(") == 4
@@ -149,7 +149,7 @@ def migration() -> list[str]:
     return [block for page in pages for block in blocks(str(page.relative_to(ROOT)))]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_migration(tmp_path):
     code = [block for block in migration() if not block.startswith("# on servers")]
     assert len(code) == 6
@@ -171,7 +171,7 @@ def test_blocks_for_parameter_servers_are_collected():
 
 
 @pytest.mark.parametrize("code", ON_SERVERS, ids=["tutorial", "tf1"])
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_migration_from_parameter_server_scripts(tmp_path, code):
     (tmp_path / "train.py").write_text(f"{READER}\n{code}\nprint('all is done')\n")
     command = ["run", "--workers", "2", "--ps", "1", "train.py"]

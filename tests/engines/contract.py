@@ -192,7 +192,7 @@ class Contract:
         env = {**PLAIN, **options.pop("env", {})}
         return tfmw.submit(fn, args, 2, on=engine, env=env, **options)
 
-    @pytest.mark.thorough
+    @pytest.mark.nightly
     def test_two_jobs_at_once_one_of_a_process_that_died(
         self, engine: Engine, tmp_path: Path
     ) -> None:
@@ -233,7 +233,7 @@ class Contract:
         assert job.logs().splitlines()[-1].startswith("tfmw: worker 1 on ")
         job.forget()
 
-    @pytest.mark.long  # a fit whose worker is killed, and a lost host, are below
+    @pytest.mark.nightly  # a fit whose worker is killed, and a lost host, are below
     def test_killed_task_is_restarted(self, engine: Engine, tmp_path: Path) -> None:
         job = self.submit(engine, dies_once, str(tmp_path), max_restarts=1)
         assert job.result(TIMEOUT_S) == [1, 1]
@@ -241,7 +241,7 @@ class Contract:
         assert "tfmw: restart 1 of 1 in 1 s: worker 1 on " in job.logs()
         job.forget()
 
-    @pytest.mark.thorough
+    @pytest.mark.nightly
     def test_lost_host_of_a_task_costs_nothing(self, engine: Engine, tmp_path: Path) -> None:
         """The job resumes from the newest backup, which it keeps itself."""
         job = self.submit(engine, saves_and_waits, str(tmp_path), max_restarts=1)
@@ -273,7 +273,7 @@ class Contract:
         assert job.details()["attempt"] == 0, "no restart mends it"
         job.forget()
 
-    @pytest.mark.thorough
+    @pytest.mark.nightly
     def test_cancelled_job_leaves_nothing(self, engine: Engine, tmp_path: Path) -> None:
         mark = uuid.uuid4().hex
         job = self.submit(engine, runs_forever, str(tmp_path), env={MARK: mark})
@@ -323,7 +323,7 @@ class Contract:
         assert re.search(r"^tfmw: goodput \d+ % of .* restarts ", shown.out, re.MULTILINE)
         assert "tfmw: " in shown.err, "where it runs"
 
-    @pytest.mark.long
+    @pytest.mark.nightly
     @pytest.mark.usefixtures("_backup_each_epoch")
     def test_files_are_read_by_the_workers(self, engine: Engine, tmp_path: Path) -> None:
         """The files stay where they are: this process neither reads nor sends them."""
@@ -338,7 +338,7 @@ class Contract:
             assert found == {"worker 0", "worker 1"}
         assert_equal(*fitted)
 
-    @pytest.mark.long
+    @pytest.mark.nightly
     @pytest.mark.usefixtures("_backup_each_epoch")
     def test_fit_equals_that_of_two_workers_though_a_host_is_lost(
         self,
@@ -372,7 +372,7 @@ class FromAShell:
 
     setting: str
 
-    @pytest.mark.long  # the commands are the same for all engines: see test_local_jobs.py
+    @pytest.mark.nightly  # the commands are the same for all engines: see test_local_jobs.py
     def test_commands(self, engine: Engine, tmp_path: Path) -> None:
         setting = f"--set={self.setting}={getattr(engine, self.setting)}"
         job = tfmw.submit(runs_forever, (str(tmp_path),), 2, on=engine, env=PLAIN)

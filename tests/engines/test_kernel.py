@@ -19,7 +19,7 @@ from tests.helpers.cluster import MARK, ONE_THREAD, ROOT, marked, template_and_c
 from tfmw.launcher.options import PREEMPT_GRACE_S
 from tfmw.launcher.output import collapse
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 FIRST_CELL = """
 import keras

@@ -85,7 +85,7 @@ def functional():
     return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.concatenate([hidden, inputs])))
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     "make",
     every(
@@ -110,8 +110,8 @@ def test_unpacked_model_equals_the_packed_one(make):
     assert going_on[0] == going_on[1]
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_functional_subclass_unpacks_in_a_new_process(tmp_path):
     model = compiled(Classifier(2))
     model.fit(X, Y, verbose=0)  # builds the optimizer, as tfmw.fit does first
@@ -204,7 +204,7 @@ def test_unpicklable_arguments_are_refused_with_an_alternative(monkeypatch):
         tfmw.fit(model, dataset.batch(32), workers=0)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_result_is_copied_into_the_callers_model(monkeypatch):
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)
@@ -237,7 +237,7 @@ def test_result_is_copied_into_the_callers_model(monkeypatch):
     assert int(model.optimizer.iterations) == 3 * 6
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_workers_run_the_fit_of_the_models_class(monkeypatch, recwarn):
     """The caller's model has no optimizer yet: its variables are those of the prepared data."""
     for name, value in ONE_THREAD.items():
@@ -264,8 +264,8 @@ def narrow():
     return model
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_workers_go_on_from_the_random_state_of_the_caller(monkeypatch):
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)
@@ -285,16 +285,16 @@ def test_workers_go_on_from_the_random_state_of_the_caller(monkeypatch):
     np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-12)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("number", "arguments", "said"),
     [
-        pytest.param(signal.SIGINT, (), "KeyboardInterrupt()", marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, (), "KeyboardInterrupt()", marks=pytest.mark.nightly),
         (signal.SIGTERM, (), "the same command resumes the run"),
-        pytest.param(signal.SIGTERM, ("without",), "SystemExit(143)", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, ("without",), "SystemExit(143)", marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_signal_ends_the_workers_and_keeps_their_weights(number, arguments, said):
     process = subprocess.Popen(
         [sys.executable, PROGRAMS / "interrupted_fit.py", *arguments],

@@ -18,7 +18,7 @@ from tfmw.engines import Engine, Local
 from tfmw.errors import TaskFailed, UsageError
 from tfmw.launcher.engines.engine import JobHandle
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from tests.helpers.cluster import MARK, ONE_THREAD, PYTHONPATH, marked
 from tests.helpers.network import Machines
 from tests.helpers.slurm import OneMachine
 
-pytestmark = [pytest.mark.long, pytest.mark.multiprocess, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.process, pytest.mark.timeout(600)]
 
 TIMEOUT_S = 250
 HEAD_PORT = 6379
@@ -202,7 +202,7 @@ def slurm(machines: Machines, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield slurm
 
 
-@pytest.mark.slurm
+@pytest.mark.nightly
 class TestSlurm(OnMachines):
     @pytest.fixture
     def user(self, slurm: OneMachine, tmp_path: Path) -> User:

@@ -69,8 +69,8 @@ def studied(folder: Path, workers: int | None) -> list[optuna.trial.FrozenTrial]
     return optuna.load_study(study_name=study.study_name, storage=storage).trials
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_trials_are_as_with_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

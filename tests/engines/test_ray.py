@@ -34,7 +34,7 @@ from tfmw.launcher.engines import job as jobs
 from tfmw.launcher.engines import ray as ray_engine
 from tfmw.launcher.engines.ray import RayHandle, RayTasks
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ def nothing_is_left() -> bool:
 class TestRay(FromAShell, Contract):
     setting = "address"
     host = "ray::_TaskActor"
-    pytestmark = pytest.mark.thorough  # `make test` has Slurm's
+    pytestmark = pytest.mark.nightly  # `make test` has Slurm's
 
     @contextlib.contextmanager
     def tasks_that_find(self, engine: Engine, path: Path) -> Iterator[Engine]:
@@ -250,7 +250,7 @@ def visible() -> tuple[str, ...]:
     return os.environ["CUDA_VISIBLE_DEVICES"], os.environ["TFMW_TASK"]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_each_task_sees_its_own_gpu(engine: Ray) -> None:
     """Two tasks on the node with two GPUs, which only Ray believes to be there."""
     share = dataclasses.replace(engine, gpus_per_worker=1, resources={"CPU": 0.5})
@@ -266,7 +266,7 @@ def test_each_task_sees_its_own_gpu(engine: Ray) -> None:
     other.forget()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_goes_on_with_fewer_nodes_and_grows(cluster: Any, engine: Ray, tmp_path: Path) -> None:
     """A node is removed from a job with workers=(1, 2); another joins the next one."""
     plain = {"TFMW_NO_INIT": "1"}

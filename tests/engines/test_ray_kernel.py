@@ -14,8 +14,8 @@ from tests.engines.test_ray import nothing_is_left, two_nodes
 from tfmw.engines import Ray
 
 pytestmark = [
-    pytest.mark.long,
-    pytest.mark.multiprocess,
+    pytest.mark.nightly,
+    pytest.mark.process,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 

@@ -15,9 +15,9 @@ import pytest
 from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked, wait_gone
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_trials_are_as_with_one_process_though_a_worker_is_killed(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "TF_CONFIG"))}

@@ -1,4 +1,4 @@
-"""Jobs on Slurm: two nodes, one task on each; `make test-long` has the real daemons."""
+"""Jobs on Slurm: two nodes, one task on each; `make nightly` has the real daemons."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tfmw.launcher.engines.slurm import SlurmTasks
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.remote.messages import Setup
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ class TestSlurm(FromAShell, Contract):
         job.cancel()
         wait_for(lambda: not slurm.run("squeue", "--noheader").stdout.strip())
 
-    @pytest.mark.thorough
+    @pytest.mark.nightly
     def test_job_is_queued_again_once_its_tasks_have_saved_their_state(
         self, slurm: OneMachine, engine: Slurm, tmp_path: Path
     ) -> None:
@@ -103,7 +103,7 @@ class TestSlurm(FromAShell, Contract):
         assert (tmp_path / "asked").exists()
         job.forget()
 
-    @pytest.mark.long
+    @pytest.mark.nightly
     def test_goes_on_without_a_lost_node_and_grows(
         self, slurm: OneMachine, engine: Slurm, tmp_path: Path
     ) -> None:

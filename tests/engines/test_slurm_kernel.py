@@ -12,7 +12,7 @@ from tests.engines.test_kernel import Kernel
 from tests.helpers.slurm import OneMachine
 from tfmw.engines import Slurm
 
-pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.nightly, pytest.mark.process]
 
 
 class TestSlurmKernel(OutlivesKernel, KernelContract):

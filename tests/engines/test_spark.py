@@ -21,8 +21,8 @@ from tfmw.engines import Engine, Spark
 from tfmw.errors import UsageError
 
 pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.multiprocess,
+    pytest.mark.nightly,
+    pytest.mark.process,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
@@ -62,17 +62,17 @@ def engine(context: Any) -> Spark:
 class TestSpark(Contract):
     attaches = False
     host = "CoarseGrainedExecutorBackend"
-    pytestmark = pytest.mark.thorough  # `make test` has Slurm's
+    pytestmark = pytest.mark.nightly  # `make test` has Slurm's
 
     @pytest.fixture(autouse=True)
     def _has_both_executors(self, context: Any) -> None:
         wait_for(lambda: executors(context) == 2)
 
     test_lost_host_of_a_task_costs_nothing = marked_copy(
-        Contract.test_lost_host_of_a_task_costs_nothing, pytest.mark.long
+        Contract.test_lost_host_of_a_task_costs_nothing, pytest.mark.nightly
     )
     test_other_versions_are_refused = marked_copy(
-        Contract.test_other_versions_are_refused, pytest.mark.long
+        Contract.test_other_versions_are_refused, pytest.mark.nightly
     )
 
     @contextlib.contextmanager

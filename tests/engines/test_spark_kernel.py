@@ -16,7 +16,7 @@ from tests.engines.test_kernel import Kernel
 from tests.helpers.cluster import PYTHONPATH, marked
 from tfmw.engines import Engine, Spark
 
-pytestmark = [pytest.mark.long, pytest.mark.spark, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.nightly, pytest.mark.process]
 
 
 class TestSparkKernel(KernelContract):

@@ -60,8 +60,8 @@ def searched(workers: int | None, folder: Path, **options: Any) -> keras_tuner.T
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of KerasTuner and h5py
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_trials_have_the_scores_and_the_weights_of_one_process(tmp_path, monkeypatch, capfd):
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)
@@ -78,8 +78,8 @@ def test_trials_have_the_scores_and_the_weights_of_one_process(tmp_path, monkeyp
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of KerasTuner and h5py
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_a_trial_whose_worker_is_killed_counts_once(tmp_path, monkeypatch):
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)

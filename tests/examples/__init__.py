@@ -1,8 +1,8 @@
 """The examples of keras.io by their own code: Keras in one process, tfmw on two workers.
 
-    make test-examples                           all of them; downloads what is not there
-    make test-examples EXAMPLES="vae mixup"      some
-    make test-examples SOURCES=~/keras-core      from a folder instead, as the repository has it
+    make test-keras SUITE=examples                       all of them; downloads what is not there
+    make test-keras SUITE=examples EXAMPLES="vae mixup"      some
+    make test-keras SUITE=examples SOURCES=~/keras-core  from a folder instead
 
 The repository holds no copy of an example. `examples.toml` has its path in a public repository, at
 a commit, and the edits that make it small: made data, few steps. `stand_ins.py` does the same for

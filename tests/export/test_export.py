@@ -152,7 +152,7 @@ def elsewhere(tmp_path_factory):
     return expected, dict(zip(requests, results, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("way", ["signature", "layer:serving_default"])
 @pytest.mark.parametrize("name", MODELS)
 def test_serving_default_predicts_by_name_what_the_model_predicts(elsewhere, name, way):
@@ -162,7 +162,7 @@ def test_serving_default_predicts_by_name_what_the_model_predicts(elsewhere, nam
         np.testing.assert_allclose(results[name, way][output], values, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("way", ["serve", "layer:serve"])
 @pytest.mark.parametrize("name", MODELS)
 def test_serve_keeps_the_structures_of_the_model(elsewhere, name, way):
@@ -177,7 +177,7 @@ def test_serve_keeps_the_structures_of_the_model(elsewhere, name, way):
         np.testing.assert_allclose(found[output], values, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("way", ["signature", "layer:serving_default"])
 def test_pass_through_returns_a_key_with_each_prediction(elsewhere, way):
     _, results = elsewhere
@@ -245,13 +245,13 @@ def y_of(path):
     return loaded.serve(tf.constant([[1.0, 0.0]])).numpy().item()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("when", "left"),
     [
-        pytest.param("before_the_manifest", 1.0, marks=pytest.mark.thorough),
+        pytest.param("before_the_manifest", 1.0, marks=pytest.mark.nightly),
         ("between_the_renames", None),
-        pytest.param("after_them", 2.0, marks=pytest.mark.thorough),
+        pytest.param("after_them", 2.0, marks=pytest.mark.nightly),
     ],
 )
 def test_crash_leaves_the_old_export_the_new_one_or_none(tmp_path, when, left):
@@ -429,7 +429,7 @@ def on_two_workers(tmp_path_factory):
     return directory, run_cluster("export_cluster.py", str(directory), workers=2)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_only_one_of_two_workers_writes(on_two_workers):
     directory, run = on_two_workers
     assert [worker["wrote"] for worker in run] == [[True, True], [False, False]]
@@ -437,7 +437,7 @@ def test_only_one_of_two_workers_writes(on_two_workers):
     assert sorted(os.listdir(directory)) == ["export_0", "fit_0"]
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["export_0", "fit_0"])
 def test_export_of_a_cluster_does_not_name_it(on_two_workers, name):
     directory, run = on_two_workers

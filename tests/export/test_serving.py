@@ -65,8 +65,8 @@ def run(kind: str, folder: Path, model: str) -> None:
 FILES = ("inputs.json", "result.json")
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.process
 def test_tf_lite_has_the_same_names(
     exported: tuple[Path, dict[str, Any], dict[str, Any]],
 ) -> None:
@@ -75,8 +75,8 @@ def test_tf_lite_has_the_same_names(
     check(folder, inputs, expected)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.process
 def test_onnx_has_the_same_names(
     exported: tuple[Path, dict[str, Any], dict[str, Any]],
 ) -> None:

@@ -1,6 +1,6 @@
-"""Parametrized cases of `make test`, `make test-thorough` and `make test-long`, in shared launches.
+"""Parametrized cases of `make test` and `make nightly`, in shared launches.
 
-@pytest.mark.parametrize("name", cases(SOME, MORE, MOST))
+@pytest.mark.parametrize("name", cases(SOME, MORE))
 def test_it(run, name): ...
 
 @pytest.fixture(scope="module")
@@ -17,17 +17,16 @@ import pytest
 T = TypeVar("T")
 
 
-def cases(some: Sequence[Any], more: Sequence[Any] = (), most: Sequence[Any] = ()) -> list[Any]:
-    """Parameters of a test for `make test`, `make test-thorough` and `make test-long`."""
+def cases(some: Sequence[Any], more: Sequence[Any] = ()) -> list[Any]:
+    """Parameters of a test for `make test` and `make nightly`."""
     return [
         *some,
-        *(pytest.param(each, marks=pytest.mark.thorough) for each in more),
-        *(pytest.param(each, marks=pytest.mark.long) for each in most),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in more),
     ]
 
 
 def every(step: int, all_cases: Iterable[Any]) -> list[Any]:
-    """Parameters; each `step`-th is for `make test`, the others are for `make test-thorough`."""
+    """Parameters; each `step`-th is for `make test`, the others are for `make nightly`."""
     listed = list(all_cases)
     return cases(listed[::step], [each for i, each in enumerate(listed) if i % step])
 

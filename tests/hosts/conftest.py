@@ -1,4 +1,4 @@
-"""Selection of the tests that only `make test-hosts` runs."""
+"""Selection of the tests that only `make nightly` runs."""
 
 import os
 

@@ -2,7 +2,7 @@
 
 Each test is one run in which one kind of victim dies, or is cut off, in every phase. A worker holds
 in the phase until that has happened, so nothing depends on time. `make test` has three of the
-cells; `make test-hosts` has all.
+cells; `make nightly` has all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
 from tests.programs._hold import hold_at
 from tfmw.train.saved_model import verify_export as verify
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 ALL = os.environ.get("TFMW_TEST_HOSTS") == "all"
 EPOCHS = 3
@@ -129,7 +129,7 @@ def cables(request: pytest.FixtureRequest) -> Iterator[Loopback | Namespaces | i
     indirect=["cables"],
     ids=[victim for victim, _ in CASES],
 )
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_whatever_dies_whenever(cables, victim, phases, undisturbed, tmp_path):
     export, file = tmp_path / "export", tmp_path / "hold"
     flags = ["--backup_dir", str(tmp_path / "backup"), "--export_dir", str(export)]

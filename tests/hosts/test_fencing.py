@@ -40,8 +40,8 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.multiprocess
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_slow_writer_of_a_host_that_was_cut_off_writes_nothing(tmp_path):
     """Its supervisor is stopped, so it cannot even end its tasks."""
@@ -78,8 +78,8 @@ def test_a_slow_writer_of_a_host_that_was_cut_off_writes_nothing(tmp_path):
     assert attempt not in attempts_of_backups(tmp_path / "backup").values()
 
 
-@pytest.mark.multiprocess
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_of_two_halves_of_a_cut_network_one_trains_and_the_other_reports_it(tmp_path):
     """Either would be enough by itself."""

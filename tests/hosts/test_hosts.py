@@ -23,10 +23,10 @@ from tests.helpers.cluster import run_cluster
 from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
 from tfmw.launcher import run_files
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 ALL = os.environ.get("TFMW_TEST_HOSTS") == "all"
-"""Whether `make test-hosts` runs these tests, at every point."""
+"""Whether `make nightly` runs these tests, at every point."""
 
 
 TOKEN = "0123456789abcdef" * 4
@@ -59,7 +59,7 @@ def scalars(folder: Path, tag: str) -> dict[int, float]:
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow
 def test_hosts_come_and_go(cables, tmp_path):
-    """The link of the host that leads goes down, and is back; `make test-hosts` has more of it."""
+    """The link of the host that leads goes down, and is back; `make nightly` has more of it."""
     epochs, go = 10, tmp_path / "go"
     flags = [f"--backup_dir={tmp_path}/backup", f"--log={tmp_path}/log.csv", f"--epochs={epochs}"]
     flags += ["--pause=0.7", f"--go={go}", f"--board={tmp_path}/board"]
@@ -140,7 +140,7 @@ def test_hosts_come_and_go(cables, tmp_path):
     np.testing.assert_allclose([shown[epoch] for epoch in range(epochs)], expected, rtol=2e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_hosts_with_several_workers_each(tmp_path, monkeypatch):
     """All of them restart with the one that dies. Each host's status shows its own."""
     flags, options = [f"--backup_dir={tmp_path}/backup"], ["--workers-per-host=2"]
@@ -163,7 +163,7 @@ def test_hosts_with_several_workers_each(tmp_path, monkeypatch):
         assert set(worker["seen"]) == {3.0}  # epochs
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_with_a_bucket_the_host_that_leads_dies_and_comes_back(tmp_path, monkeypatch):
     epochs, go = 8, tmp_path / "go"
     flags = [f"--backup_dir={tmp_path}/backup", f"--epochs={epochs}", "--pause=0.7", f"--go={go}"]

@@ -2,7 +2,7 @@
 
 No Kubernetes runs here: the test sets up each pod itself. A pod has the index and the token in its
 environment, the volume, and the names of all pods. A new pod keeps its name while its address
-changes (kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode). `make test-hosts`
+changes (kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode). `make nightly`
 runs it.
 """
 
@@ -23,7 +23,7 @@ from tests.helpers.cluster import ROOT
 from tests.helpers.hosts import NETWORK, Hosts, Loopback, Namespaces, network
 from tfmw.train.saved_model import verify_export as verify
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 MANIFEST = ROOT / "recipes" / "schedulers" / "kubernetes-hosts.yaml"
 

@@ -129,7 +129,7 @@ def assert_resumed(hosts: Hosts, attempt: int, restarts: int) -> None:
     assert begun[0] == 0
 
 
-CUT = pytest.param("cut", marks=pytest.mark.long)
+CUT = pytest.param("cut", marks=pytest.mark.nightly)
 
 
 def trains(*cables: Any, phases: str, options: list[str]) -> Callable[[Test], Test]:
@@ -138,13 +138,13 @@ def trains(*cables: Any, phases: str, options: list[str]) -> Callable[[Test], Te
     def marked(test: Test) -> Test:
         test = pytest.mark.parametrize("cables", cables, indirect=True)(test)
         test = pytest.mark.parametrize(("phases", "options"), [(phases, options)])(test)
-        return pytest.mark.multiprocess(pytest.mark.timeout(400)(test))
+        return pytest.mark.process(pytest.mark.timeout(400)(test))
 
     return marked
 
 
 @trains("killed", CUT, phases="both,any,any,one,both", options=["--ps=1"])
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_host_with_a_worker_only_is_lost_alone(training):
     hosts, program = training
     leader = program.until_a_backup()
@@ -159,7 +159,7 @@ def test_a_host_with_a_worker_only_is_lost_alone(training):
     assert_resumed(hosts, attempt=0, restarts=1)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @trains("killed", phases="both,any,any,free", options=["--ps=1", "--evaluator"])
 def test_a_host_with_the_server_the_chief_and_the_evaluator_is_lost_with_its_attempt(training):
     hosts, program = training
@@ -177,7 +177,7 @@ def test_a_host_with_the_server_the_chief_and_the_evaluator_is_lost_with_its_att
     assert_resumed(hosts, attempt=1, restarts=1)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @trains("cut", phases="both,any,any,free", options=["--ps=2"])
 def test_a_servers_host_behind_a_cut_link_is_lost_with_its_attempt(training):
     """The workers and the chief wait for the server no longer than the supervisors do."""
@@ -193,7 +193,7 @@ def test_a_servers_host_behind_a_cut_link_is_lost_with_its_attempt(training):
     assert_resumed(hosts, attempt=1, restarts=1)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @trains("killed", phases="both,free", options=["--ps=1", "--max-restarts=1"])
 def test_restarts_of_single_workers_are_counted_for_all_hosts_together(training):
     hosts, program = training

@@ -1,6 +1,6 @@
 """recipes/schedulers/slurm-hosts.sbatch under a real Slurm: nodes are drained, and go down.
 
-`make test-hosts` runs it, and `make test` does not (conftest.py).
+`make nightly` runs it, and `make test` does not (conftest.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from tests.helpers.cluster import PROGRAMS, ROOT
 from tests.helpers.slurm import NODES, OneMachine
 
-pytestmark = [pytest.mark.slurm, pytest.mark.multiprocess, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.process, pytest.mark.timeout(400)]
 
 SCRIPT = str(ROOT / "recipes" / "schedulers" / "slurm-hosts.sbatch")
 EPOCHS = 6

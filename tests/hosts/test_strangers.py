@@ -1,4 +1,4 @@
-"""Strangers at the port of the supervisor that leads a run: nothing changes. `make test-hosts`."""
+"""Strangers at the port of the supervisor that leads a run: nothing changes. `make nightly`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 TOKEN, ANOTHER = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 CONNECTIONS = 100_000

@@ -1,6 +1,6 @@
 """Supervisors in simulated time: any death or cut link, at any time and in any order.
 
-`make test-hosts` runs many more schedules than `make test`.
+`make nightly` runs many more schedules than `make test`.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def updated(make: Callable[[], Any], monkeypatch: Any, choice: str) -> tuple[lis
     return [np.asarray(v.value) for v in [*weights, *optimizer.variables]], traced
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("name", every(2, OPTIMIZERS))
 def test_fused_update_equals_keras(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, plain_graphs = updated(OPTIMIZERS[name], monkeypatch, "off")

@@ -46,7 +46,7 @@ def chain(tensor: Any, op: str, *others: Any) -> Any:
     return tf.graph_util.import_graph_def(definition, given, [f"n{DEEP - 1}:0"])[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_walks_over_chains_of_thousands_of_operations() -> None:
     def look(x: Any) -> dict[str, Any]:
         deep, mean = chain(x, "Sin"), chain(tf.reduce_mean(x), "Neg")

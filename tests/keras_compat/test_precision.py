@@ -35,7 +35,7 @@ def model(optimizer):
     return network, noting
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     [

@@ -1,4 +1,4 @@
-"""A sample of `make survey`: items that Keras exports, on two replicas and in one process."""
+"""A sample of `tests.keras_compat.survey`: items that Keras exports, on two replicas and on one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLE = (
 )
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_no_silent_difference_in_a_sample() -> None:
     environ = {**os.environ, **cluster.ONE_THREAD, "PYTHONPATH": cluster.PYTHONPATH}
     environ["TF_CPP_MIN_LOG_LEVEL"] = "3"

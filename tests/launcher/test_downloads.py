@@ -174,7 +174,7 @@ def _serve_below_the_system_s(stack: contextlib.ExitStack) -> int:
     raise AssertionError("unreachable")
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 class TestRun:
     @pytest.mark.parametrize("program", ["urllib", "requests", "tfds"])
     @pytest.mark.parametrize("scheme", ["http", "https"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_a_script_that_builds_its_own_cluster_gets_a_hint(run_cluster):
     run = run_cluster("own_coordinator.py", workers=1, ps=1, status=1)
     (line,) = [line for line in run.output.splitlines() if "chief failed first" in line]

@@ -68,7 +68,7 @@ def test_shared_and_idle_gpus_are_told(tmp_path: Path) -> None:
     assert note(2, "MIG-a,MIG-b,MIG-c").startswith("1 of 3 GPUs stay idle: each of 2 workers")
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_tasks_of_one_machine_get_their_share(run_cluster, monkeypatch, tmp_path) -> None:
     """Tasks of `tfmw run`, and of `tfmw.launch`, by which fit(workers=N) starts its workers."""
     env = {"TFMW_NO_INIT": "1", "CUDA_VISIBLE_DEVICES": "3,5,7,9"}
@@ -90,8 +90,8 @@ def test_tasks_of_one_machine_get_their_share(run_cluster, monkeypatch, tmp_path
     assert (tmp_path / "out").read_text().count("3 workers have to share GPUs") == 1
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("standby", ["off", pytest.param("on", marks=pytest.mark.long)])
+@pytest.mark.process
+@pytest.mark.parametrize("standby", ["off", pytest.param("on", marks=pytest.mark.nightly)])
 def test_tasks_find_their_share_in_their_environment(standby, tmp_path, capsys):
     """The hosts' token is in a file."""
     assert main(["token"]) == 0

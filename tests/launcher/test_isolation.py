@@ -160,7 +160,7 @@ def test_system_without_namespaces_is_detected(tmp_path):
 # ---- row 34: a description with public addresses ------------------------------------------------
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("elsewhere", "warned"), [("8.8.8.8:2222", True), ("192.168.7.7:2222", False)]
 )

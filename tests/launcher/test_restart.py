@@ -594,7 +594,7 @@ def test_the_same_error_at_the_same_step_ends_a_run_despite_a_kill_in_between(ru
     assert "a crash loop: the same error twice at step 3" in done.lines[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_fewer_workers_continue(run):
     done = run("worker 2@0=fail", "worker 2@1=fail", "worker 0@0=wait", "worker 0@1=wait",
                workers=3, max_restarts=5, min_workers=2)  # fmt: skip
@@ -604,7 +604,7 @@ def test_fewer_workers_continue(run):
     assert "did not restart, so 2 continue" in done.lines[1]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_row_16_a_stopped_task(run):
     done = run("worker 0@0=stubborn:up", "worker 1@0=gate:up step:2 stop", max_restarts=1)
     assert (done.result.status, done.result.attempts) == (0, 2)
@@ -612,7 +612,7 @@ def test_row_16_a_stopped_task(run):
     assert "stopped by a signal" in done.lines[0]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_row_17_a_task_that_hangs(run):
     flags = ["worker 0@0=step:2 stubborn", "worker 1@0=step:2 stuck_in_a_function_of_its_own"]
     done = run(*flags, max_restarts=1, hang_timeout_s=1)
@@ -635,7 +635,7 @@ def test_a_long_blocking_call_is_no_hang(run):
     assert (done.result.status, done.result.failures) == (0, ())
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_blocking_call_that_never_ends_is_a_hang(run):
     flags = ["worker 0@0=step:2 long_call:1e6", "worker 1@0=step:2 gate:over"]
     done = run(*flags, hang_timeout_s=0.2)
@@ -649,7 +649,7 @@ def test_row_19_a_straggler_is_named_and_not_restarted(run, monkeypatch):
     assert re.search(r"worker 1 lags: silent for \d+ s at step 1, while another", done.text)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_row_23_a_task_that_never_starts(run, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\nif os.environ.get('TFMW_TASK') == 'worker 1': signal.pause()\n"
@@ -681,7 +681,7 @@ def test_preemption_without_restarts_ends_with_75(run):
 # ---- parameter servers --------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_row_05_a_worker_of_parameter_servers_restarts_alone(run, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     done = run(
@@ -812,7 +812,7 @@ def test_row_14_tasks_that_do_not_save_end_by_the_signal(serving):
     assert wait_gone(pids, 0) == []
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_row_14_the_grace_is_bounded(serving):
     launcher, pids = serving("*@0=stubborn", options=("--preempt-grace", "0.5"))
     begin = time.monotonic()
@@ -834,7 +834,7 @@ def test_row_14_a_second_signal_ends_everything_at_once(serving):
 # ---- copies -------------------------------------------------------------------------------------
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_tasks_are_forked_at_first_and_after_a_failure(serving, tmp_path):
     options = ("--max-restarts", "2", "--standby", "on")
     flags = ("*@0=step:1 wait", "*@1=step:2 wait")
@@ -860,7 +860,7 @@ def test_tasks_are_forked_at_first_and_after_a_failure(serving, tmp_path):
     assert wait_gone([template, *(task["pid"] for task in tasks)], 5) == []
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_tasks_start_without_the_fork_server(serving, tmp_path):
     options = ("--max-restarts", "2", "--standby", "on")
     launcher, pids = serving("*@0=step:1 wait", "*@1=step:2", options=options)
@@ -872,7 +872,7 @@ def test_tasks_start_without_the_fork_server(serving, tmp_path):
     assert not any(task["tensorflow"] for task in tasks)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_wait_for_the_fork_server_has_a_timeout(tmp_path):
     (tmp_path / "tensorflow.py").write_text("import time\ntime.sleep(1e6)\n")
     options = ["--workers", "2", "--standby", "on", "--start-timeout", "2"]

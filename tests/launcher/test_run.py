@@ -762,8 +762,8 @@ class TestFunctions:
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_fork_server_is_kept_for_the_next_run():
     def kept(**env: str) -> list[int]:
         tfmw.launch(launch_functions.rank_and, [1], 2, env=ONE_THREAD | env, stdout=io.StringIO())
@@ -890,7 +890,7 @@ if os.environ["LOOK"]:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("options", "chosen", "expected"),
     [

@@ -23,7 +23,7 @@ from tests.helpers.cluster import PROGRAMS, ROOT, tfmw_command
 from tfmw.cli.main import main
 from tfmw.launcher import run_files
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 PROGRAM = str(PROGRAMS / "stands_still.py")
 PAGE = (ROOT / "docs/howto/debug-hangs.md").read_text()
@@ -83,7 +83,7 @@ def started(tmp_path: Path, fault: str, *options: str) -> Iterator[subprocess.Po
         run.communicate(timeout=60)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_what_is_reported_of_one_worker(tmp_path: Path, runtime: None) -> None:
     """Its map is slow, then its steps are; then it is stopped, and killed."""
     with started(tmp_path, "slow map") as run:
@@ -125,7 +125,7 @@ def test_what_is_reported_of_one_worker(tmp_path: Path, runtime: None) -> None:
     assert "no run of this user is alive" in shown("status")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_worker_on_a_slow_core(tmp_path: Path, runtime: None) -> None:
     """Each worker has a core, and that of worker 1 has other work."""
     with started(tmp_path, "slow core") as run:
@@ -134,7 +134,7 @@ def test_a_worker_on_a_slow_core(tmp_path: Path, runtime: None) -> None:
         assert line_of(text, "is the slowest").startswith("worker 1 is")
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_worker_that_does_not_enter_an_exchange(tmp_path: Path, runtime: None) -> None:
     with started(tmp_path, "skips", "--hang-timeout", "6") as run:
         text = until(lambda text: "never entered" in text, run)

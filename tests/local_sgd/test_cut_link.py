@@ -21,7 +21,7 @@ from tests.programs.elastic import X
 EPOCHS = 40
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_member_behind_a_cut_link_is_left_out_until_it_is_back(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     environ = {

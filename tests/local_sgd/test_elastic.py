@@ -32,7 +32,7 @@ def calm() -> ClusterRun:
     return run_cluster("elastic.py", "sync", workers=3, timeout_s=200, options=["--elastic"])
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_rounds_after_each_step_are_synchronous_steps(calm: ClusterRun) -> None:
     model = made(keras.optimizers.SGD(0.05))
     history = model.fit(
@@ -46,7 +46,7 @@ def test_rounds_after_each_step_are_synchronous_steps(calm: ClusterRun) -> None:
         )
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["numpy", "dataset", "int8", "XLA, bf16", "by time"])
 def test_all_members_have_the_same_weights(calm: ClusterRun, name: str) -> None:
     first, *others = (weights(member[name]) for member in calm)
@@ -150,7 +150,7 @@ def test_another_number_of_members_is_refused(positions: dict[str, Any], tmp_pat
         pass
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_stopped_worker_is_replaced() -> None:
     run = run_cluster("elastic.py", "lose", "1:7:stop", workers=2, timeout_s=200, options=ELASTIC)
     assert "worker 1 is killed: " in run.output
@@ -158,7 +158,7 @@ def test_a_stopped_worker_is_replaced() -> None:
     assert counted(run) == dict.fromkeys(range(len(X)), EPOCHS)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_workers_of_a_notebook() -> None:
     model = made()
     history = tfmw.fit(

@@ -28,7 +28,7 @@ def devices() -> list[Any]:
     return list(run_cluster("local_sgd.py", "--devices", workers=1, timeout_s=280))
 
 
-@pytest.fixture(params=["workers", pytest.param("devices", marks=pytest.mark.thorough)])
+@pytest.fixture(params=["workers", pytest.param("devices", marks=pytest.mark.nightly)])
 def tasks(request: pytest.FixtureRequest) -> list[Any]:
     found: list[Any] = request.getfixturevalue(request.param)
     return found
@@ -45,7 +45,7 @@ def distance(one: Any, other: Any) -> float:
     )
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_a_round_after_each_step_of_sgd_is_synchronous_sgd(tasks):
     ours, expected = of(tasks, "each step"), of(tasks, "synchronous")
     assert distance(ours, expected) < 1e-6
@@ -53,7 +53,7 @@ def test_a_round_after_each_step_of_sgd_is_synchronous_sgd(tasks):
         np.testing.assert_allclose(ours["history"][name], values, rtol=1e-5)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_workers_with_the_same_examples_train_as_one_process_does(tasks):
     model = made(SGD(0.05, momentum=0.9), norm=False)
     x, y = (a[::2] for a in TWICE)
@@ -62,7 +62,7 @@ def test_workers_with_the_same_examples_train_as_one_process_does(tasks):
     assert distance(ours, {"weights": model.get_weights()}) < 1e-6
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_metrics_of_an_epoch_are_sums_over_all_examples(tasks):
     history = of(tasks, "no rate")["history"]
     expected = made(SGD(0.0), norm=False).evaluate(X, Y, verbose=0)
@@ -71,7 +71,7 @@ def test_metrics_of_an_epoch_are_sums_over_all_examples(tasks):
         np.testing.assert_allclose(history[f"{kind}mae"], [expected[1]] * 2, rtol=1e-5)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_all_replicas_have_the_common_weights_at_the_end_of_an_epoch(workers):
     for name, chiefs in each(workers[0]["found"].items()):
         for task in each(workers[1:]):
@@ -80,14 +80,14 @@ def test_all_replicas_have_the_common_weights_at_the_end_of_an_epoch(workers):
             assert task["found"][name]["history"] == chiefs["history"], name
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_workers_without_examples_make_no_update(tasks):
     # The chief has an example in each of 8 batches; the last batch has only that one.
     assert of(tasks, "diloco")["iterations"] == 2 * 8
     assert tasks[-1]["found"]["diloco"]["iterations"] == 2 * (8 if len(tasks) == 1 else 7)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_each_way_of_exchanging_learns(tasks):
     first = of(tasks, "no rate")["history"]["val_loss"][0]
     for name, found in each(tasks[0]["found"].items()):
@@ -96,14 +96,14 @@ def test_each_way_of_exchanging_learns(tasks):
             assert found["history"]["val_loss"][-1] < limit * first, name
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_rounded_differences_are_close_to_exact_ones(workers):
     exact = of(workers, "float32")
     assert 0 < distance(of(workers, "int8"), exact) < 2e-3
     assert distance(of(workers, "int8"), exact) < distance(of(workers, "int4"), exact) < 3e-2
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_what_cannot_be_is_refused_on_all_tasks(tasks):
     for task in tasks:
         said = task["refused"]
@@ -122,8 +122,8 @@ def machines() -> list[Any]:
     return list(run_cluster("local_sgd.py", "--machines", "abab", workers=4, timeout_s=290))
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_the_replicas_of_a_machine_train_as_one(machines, workers):
     """Example j of a batch goes to replica j mod 4: machine a has those of worker 0 of two."""
     assert distance(of(machines, "mean"), of(workers, "float32")) < 1e-6
@@ -132,21 +132,21 @@ def test_the_replicas_of_a_machine_train_as_one(machines, workers):
     assert distance(of(machines, "mean"), of(machines, "of each replica")) > 1e-4
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_machines_that_meet_after_each_step_of_sgd_train_synchronously(machines):
     assert distance(of(machines, "each step"), of(machines, "synchronous")) < 1e-6
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_values_are_rounded_between_machines_only(machines):
     for name, exact in (("int8", "mean"), ("int8 of each replica", "of each replica")):
         assert 0 < distance(of(machines, name), of(machines, exact)) < 2e-3
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_all_workers_of_all_machines_have_the_common_weights(machines):
     for name, chiefs in each(machines[0]["found"].items()):
         for task in each(machines[1:]):

@@ -64,8 +64,8 @@ class Row:
         equal: prefixes of result names that must be equal to one process.
         core: in the small set that runs on the oldest supported versions.
         fast: in the smaller part of the core that `make test` runs on two processes.
-        too: `make test` leaves it to `make test-thorough`, as it has rows of the same kind.
-        long: takes so long that only `make test-long` runs it.
+        too: `make test` leaves it to `make nightly`, as it has rows of the same kind.
+        long: takes so long that only `make nightly` runs it.
         warns: part of a warning that tfmw must give on several replicas. If it is None, tfmw must
             not warn that results differ.
         only: the columns that run it; empty for all.

@@ -2,7 +2,7 @@
 
 A test is one cell. One launch runs all rows of a column whose cells were selected (`-k AdamW`).
 `make test` runs some of the core of the rows on two virtual devices, and others on two processes.
-`make test-thorough` runs the latter on more processes, and most other rows on two; `make test-long`
+`make nightly` runs the latter on more processes, and most other rows on two; `make nightly`
 has the rest.
 """
 
@@ -82,29 +82,24 @@ def _cells(names: list[str], mark: Callable[[Row], str]) -> list[Any]:
 
 
 def _two(row: Row) -> str:
-    return "long" if row.long or (row.core and not row.fast) else "thorough" if row.too else ""
+    return "nightly" if row.long or row.too or (row.core and not row.fast) else ""
 
 
 def _plain(row: Row) -> str:
     of_test = [name for name in PLAIN if ROWS[name].fast][:2]
-    return "" if row.name in of_test else "long" if row.long else "thorough"
-
-
-def _more(row: Row) -> str:
-    """Mark of a row's cells in the columns of more replicas."""
-    return "thorough" if row.fast else "long"
+    return "" if row.name in of_test else "nightly"
 
 
 def _core(row: Row) -> str:
     if row.fast:  # most of them are for two processes
-        return "" if row.name in ("arrays", "batches that replicas do not divide") else "thorough"
-    return "thorough" if row.too else "slow"
+        return "" if row.name in ("arrays", "batches that replicas do not divide") else "nightly"
+    return "nightly" if row.too else ""
 
 
 CORE_CELLS = _cells(CORE, _core)
 TWO_CELLS = _cells(CLUSTERS["two"][2], _two)
 PLAIN_CELLS = _cells(PLAIN, _plain)
-MORE_CELLS = _cells(CORE, _more)
+MORE_CELLS = _cells(CORE, lambda row: "nightly")
 
 
 @pytest.fixture(scope="session")
@@ -239,21 +234,21 @@ def test_two_devices(name: str, folder: Path, core: dict[str, Any]) -> None:
     _check(folder, "devices", ROWS[name], core["devices"])
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 @pytest.mark.parametrize("name", REST_ON_DEVICES)
 def test_two_devices_rest(name: str, folder: Path, rest: dict[str, Any]) -> None:
     _check(folder, "devices", ROWS[name], rest["devices"])
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize("name", TWO_CELLS)
 def test_two_processes(name: str, folder: Path, two: list[dict[str, Any]]) -> None:
     _check(folder, "two", ROWS[name], two)
 
 
-@pytest.mark.multiprocess
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SHARDED)
 def test_two_processes_that_share_the_update(
     name: str, folder: Path, two_sharded: list[dict[str, Any]]
@@ -261,7 +256,7 @@ def test_two_processes_that_share_the_update(
     _check(folder, "two_sharded", ROWS[name], two_sharded)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize("name", PLAIN_CELLS)
 def test_plain_calls_on_two_processes(
     name: str, folder: Path, two_plain: list[dict[str, Any]]
@@ -269,13 +264,13 @@ def test_plain_calls_on_two_processes(
     _check(folder, "two_plain", ROWS[name], two_plain)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize("name", MORE_CELLS)
 def test_three_processes(name: str, folder: Path, three: list[dict[str, Any]]) -> None:
     _check(folder, "three", ROWS[name], three)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize("name", MORE_CELLS)
 def test_two_processes_of_two_devices(
     name: str, folder: Path, two_by_two: list[dict[str, Any]]

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfmw.train.mirrored.sharded_update import assignments
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_assignments_are_found_in_loops_branches_and_functions() -> None:
     read, once, twice, within = (tf.Variable([1.0, 2.0]) for _ in range(4))
 

@@ -73,7 +73,7 @@ def test_traces_are_reused(call):
     assert traces(model, call) == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_traces_are_reused_after_other_calls():
     model = made()
     for call in (fit, evaluate, predict):
@@ -173,7 +173,7 @@ def test_error_discards_the_cached_driver():
     assert traces(model, evaluate) > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_nested_call_has_its_own_driver():
     model = made()
     within: list[dict[str, float]] = []
@@ -183,7 +183,7 @@ def test_nested_call_has_its_own_driver():
     assert traces(model, fit) == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_precisions_have_separate_traces():
     model = made()
     lower = functools.partial(fit, precision="mixed_bfloat16")
@@ -248,7 +248,7 @@ def on_devices() -> Any:
     return found
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_traces_are_reused_on_two_devices(on_devices):
     first, second = on_devices["traces"]
     assert len(first) == 3
@@ -259,7 +259,7 @@ def test_traces_are_reused_on_two_devices(on_devices):
     assert on_devices["of another strategy"] > 0
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_changes_have_effect_on_two_devices_when_they_have_in_keras(on_devices):
     for name, (got, expected, traced) in each(on_devices["changes"].items()):
         assert len(got) == len(expected) == 4, name
@@ -268,22 +268,22 @@ def test_changes_have_effect_on_two_devices_when_they_have_in_keras(on_devices):
         assert (traced > 0) == (name.startswith("compile") or name in VARIABLES_CHANGE), name
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_copies_of_variables_are_empty_between_calls(on_devices):
     assert on_devices["copies"] > 5
     assert on_devices["freed"] == on_devices["copies"]
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_strategies_of_a_process_train_one_model_after_the_other(run_cluster):
     (task,) = run_cluster("two_strategies.py", workers=1, env={"TFMW_NO_INIT": "1"})
     assert len(task["losses"]) == 4
     assert np.isfinite(task["losses"]).all()
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_models_made_in_the_scope_of_a_strategy_and_outside_of_it(run_cluster):
     """Copies of a metric's variable from a scope are parts of a sum: callbacks must keep it.
 

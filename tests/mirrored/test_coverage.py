@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.cases import cases, chosen, each
 from tests.helpers.cluster import ClusterRun, run_cluster
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 ALL = list(range(1, 104))
 
@@ -100,7 +100,7 @@ def test_predictions_are_complete_and_in_order_on_every_task(run: ClusterRun) ->
         assert all(task["predictions"].values()), task["predictions"]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_seed_makes_runs_equal_bit_for_bit() -> None:
     first, second = (run_cluster("coverage.py", "seeded") for _ in range(2))
     hashes = {task["seeded"] for r in (first, second) for task in r}

@@ -13,7 +13,7 @@ from tests.helpers.cluster import ONE_THREAD, PROGRAMS, ROOT
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kept", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)]
+    "kept", ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)]
 )
 def test_programs_are_equal_or_named(kept: str) -> None:
     """The test has a process of its own: virtual devices are made before TensorFlow starts."""

@@ -14,7 +14,7 @@ from tests.helpers.cases import each
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster
 
 # `make test` has the demo, the README and the matrix.
-pytestmark = [pytest.mark.multiprocess, pytest.mark.thorough]
+pytestmark = [pytest.mark.process, pytest.mark.nightly]
 
 PROGRAM = PROGRAMS / "train_digits.py"
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.cluster import ONE_THREAD, ROOT
 
-pytestmark = pytest.mark.slow  # each test imports TensorFlow in a process of its own
+pytestmark = pytest.mark.process  # each test imports TensorFlow in a process of its own
 
 PROGRAM = """
 import tfmw

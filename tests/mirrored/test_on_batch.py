@@ -17,10 +17,12 @@ from tfmw.train.mirrored import batch_driver
 LOOPS = ["batches_of_many_sizes", "clipped_weights", "gan"]
 MORE_LOOPS = ["weighted_examples", "own_step", "reinforce"]
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module", params=[pytest.param("devices", marks=pytest.mark.long), "workers"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("devices", marks=pytest.mark.nightly), "workers"]
+)
 def tasks(request: pytest.FixtureRequest, run_cluster: Any) -> list[dict[str, Any]]:
     """Result of each task of two replicas."""
     workers = 2 if request.param == "workers" else 1

@@ -570,7 +570,7 @@ def test_unreachable_neighbours_are_named_on_all_workers(joined, monkeypatch):
         assert "worker 0 did not connect to worker 1 (timed out)" in str(result)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_a_worker_whose_data_ends_early_is_an_error_and_not_a_hang():
     run = run_cluster("shards_differ.py", timeout_s=100, status=1)
     expected = r"worker 0 exchange \d+ \(gradients\), worker 1 exchange \d+ \(metrics\)"
@@ -582,7 +582,7 @@ def tasks() -> list[dict[str, Any]]:
     return run_cluster("over_ring.py", workers=2, timeout_s=240)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 class TestTraining:
     def test_gradients_use_the_ring_by_default(self, tasks):
         for task in each(tasks):
@@ -663,21 +663,21 @@ class TestTraining:
             assert task["required"]["error"].startswith('collectives="tfmw" needs a connection')
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("end", "error", "how"),
     [
         # Nothing closes the connections of a task that is frozen.
         ("freeze", "UnavailableError|/job:worker/replica:0/task:0", ()),
-        pytest.param("kill", "UnavailableError", (), marks=pytest.mark.long),
-        pytest.param("kill", "UnavailableError", ("eagerly",), marks=pytest.mark.long),
+        pytest.param("kill", "UnavailableError", (), marks=pytest.mark.nightly),
+        pytest.param("kill", "UnavailableError", ("eagerly",), marks=pytest.mark.nightly),
         pytest.param(
             *("break", "Error reported from .*ValueError: told to break", ()),
-            marks=pytest.mark.long,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_lost_worker_is_detected_without_a_launcher(tmp_path, end, error, how):
     (tmp_path / "cut").touch()
     arguments = [tmp_path / "backups", tmp_path / "cut", *how]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.cluster import ONE_THREAD, run_cluster
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 # As in test_sharded_update.py; all add gradients as without sharing, so whole variables, too.
 OF_WORKERS = ["Adam | on", "Lamb | off", "sparse"]
@@ -42,14 +42,14 @@ def assert_same(run: Any, name: str, replicas: int) -> tuple[Any, Any]:
     return plain, shared
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OF_WORKERS)
 def test_two_workers_share_it_to_the_last_bit(two_workers: Any, name: str) -> None:
     assert two_workers[0]["ring"] == "NoneType"
     assert_same(two_workers, name, replicas=2)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_norm_of_all_gradients_is_summed_over_replicas(two_workers: Any) -> None:
     plain, shared = two_workers[0][ROUNDED]
     assert shared["update"] == "sharded over 2 replicas"
@@ -57,13 +57,13 @@ def test_a_norm_of_all_gradients_is_summed_over_replicas(two_workers: Any) -> No
         np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_two_devices_of_a_process_share_it_to_the_last_bit(two_devices: Any) -> None:
     # The process has all parts, so nothing is lost by an exception in a step.
     assert_same(two_devices, "interrupted", replicas=2)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_each_device_holds_its_part_of_the_slots_alone(two_devices: Any) -> None:
     plain, shared = two_devices[0]["interrupted"]
     assert plain["held"] == [shared["slots"], shared["slots"]]
@@ -73,7 +73,7 @@ def test_each_device_holds_its_part_of_the_slots_alone(two_devices: Any) -> None
     assert max(parts) - min(parts) < 10  # of each slot of each pack at most one element
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_workers_with_two_devices_each_share_it_to_the_last_bit(workers: int) -> None:
     names = ["constraint", "sparse", "between steps", "16 bits"]
@@ -82,7 +82,7 @@ def test_workers_with_two_devices_each_share_it_to_the_last_bit(workers: int) ->
         assert_same(run, name, replicas=2 * workers)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_three_workers_share_all_kinds_of_optimizers_to_the_last_bit() -> None:
     names = ["AdamW | on", "Nadam | off", "clipnorm | on", "Adafactor | off", "loss scaling | on"]
     names += ["average of weights | off", "accumulated gradients | on", "compiled model"]

@@ -80,7 +80,7 @@ def _same(run: Any, name: str) -> tuple[Any, Any]:
     return plain, shared
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize("name", cases(OFTEN, [name for name in SHARED if name not in OFTEN]))
 def test_two_workers_share_it_to_the_last_bit(two: Any, name: str) -> None:
     plain, shared = _same(two, name)
@@ -90,13 +90,13 @@ def test_two_workers_share_it_to_the_last_bit(two: Any, name: str) -> None:
     assert shared.get("seen") == plain.get("seen")
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_callbacks_between_steps_see_the_whole_state(two: Any) -> None:
     _, shared = _same(two, "between steps")
     assert len(shared["seen"]) > 1
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_norm_of_all_gradients_is_summed_over_workers(two: Any, name: str) -> None:
     plain, shared = _same(two, name)
@@ -105,7 +105,7 @@ def test_a_norm_of_all_gradients_is_summed_over_workers(two: Any, name: str) -> 
         np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize(("name", "why"), BY_EACH.items())
 def test_each_worker_updates_all_where_an_optimizer_must_see_all(
     two: Any, name: str, why: str
@@ -116,16 +116,16 @@ def test_each_worker_updates_all_where_an_optimizer_must_see_all(
     assert f"updates the weights {why}" in two.log("worker 0")
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_three_workers_share_it_to_the_last_bit(three: Any) -> None:
     plain, shared = _same(three, "Adam | on")
     assert shared["update"] == "sharded over 3 workers"
     assert (shared["weights"], shared["state"]) == (plain["weights"], plain["state"])
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_three_workers_share_whole_variables(three: Any) -> None:
     plain, shared = _same(three, "Lamb | off")
     assert shared["update"] == "sharded over 3 workers"
@@ -140,8 +140,8 @@ def two_machines() -> Any:
     return run_cluster("sharded_update.py", *names, workers=4, env=env, timeout_s=600)
 
 
-@pytest.mark.multiprocess
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Adam | on", "Nadam | on", "constraint", "sparse"])
 def test_workers_of_two_machines_share_it_to_the_last_bit(two_machines: Any, name: str) -> None:
     assert two_machines[0]["ring"] == "HierarchicalRing"
@@ -150,8 +150,8 @@ def test_workers_of_two_machines_share_it_to_the_last_bit(two_machines: Any, nam
     assert (shared["weights"], shared["state"]) == (plain["weights"], plain["state"])
 
 
-@pytest.mark.multiprocess
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["constraint", "sparse"])
 def test_two_levels_of_sums_differ_from_one_by_rounding(
     two: Any, two_machines: Any, name: str

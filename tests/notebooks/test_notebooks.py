@@ -187,74 +187,74 @@ def run(name: str) -> None:
     assert plots_of(notebook) == PLOTS.get(name, 1)
 
 
-@pytest.mark.thorough
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_first_fit() -> None:
     run("first_fit")
 
 
-@pytest.mark.multiprocess
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.nightly
 def test_many_workers() -> None:
     run("many_workers")
 
 
-@pytest.mark.multiprocess
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.nightly
 def test_surviving_a_crash() -> None:
     run("surviving_a_crash")
 
 
-@pytest.mark.multiprocess
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.nightly
 def test_parameter_servers() -> None:
     run("parameter_servers")
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_data_from_files() -> None:
     run("data_from_files")
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_custom_training() -> None:
     run("custom_training")
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_speed_up() -> None:
     run("speed_up")
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_slow_network() -> None:
     run("slow_network")
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_two_hosts() -> None:
     run("two_hosts")
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_large_tables() -> None:
     run("large_tables")
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_reading_a_benchmark() -> None:
     run("reading_a_benchmark")
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     # The names of Ray's sockets may have 107 bytes.
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as short:

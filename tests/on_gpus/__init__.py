@@ -1,1 +1,1 @@
-"""Training on two GPU replicas beside one: `make test-gpu`, on a machine with one GPU or more."""
+"""Training on two GPU replicas beside one: `python -m tests.on_gpus`, on one GPU or more."""

@@ -1,4 +1,4 @@
-"""Runs the cases on this machine's GPUs: `make test-gpu`.
+"""Runs the cases on this machine's GPUs: `python -m tests.on_gpus`.
 
     python -m tests.on_gpus [NAME ...]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.by_hand import ByHand
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 STEPS = 60
 
@@ -21,7 +21,7 @@ def run_until_the_end(cluster, result):
     return json.loads(result.read_text())
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_killed_worker_is_replaced_while_others_continue(tmp_path):
     result = tmp_path / "result.json"
     # The time until both workers train depends on the machine: epochs repeat until then.
@@ -49,7 +49,7 @@ def test_killed_worker_is_replaced_while_others_continue(tmp_path):
 
 
 @pytest.mark.parametrize("dies", ["ps 0", "chief"])
-@pytest.mark.long
+@pytest.mark.nightly
 def test_killed_server_or_coordinator_resumes_from_the_backup(tmp_path, dies):
     result = tmp_path / "result.json"
     arguments = [

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tests.helpers.by_hand import ByHand
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 STEPS = 40
 
@@ -78,7 +78,7 @@ def test_wrong_use(found):
     assert message in found["sync_replicas"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_every_case_equals_one_process(run_cluster, servers):
@@ -108,7 +108,7 @@ def each_id_has_one_row(found):
     assert found["loss"][-1] < 0.9 * found["loss"][0]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_workers_never_give_one_row_twice(run_cluster):
     run = run_cluster(
         "ps_hash_tables_async.py", workers=2, ps=2, timeout_s=250, env=SEVERAL_THREADS
@@ -119,7 +119,7 @@ def test_two_workers_never_give_one_row_twice(run_cluster):
         assert one["steps"] == one["last_used"] == run.chief["steps"], "those that overlap are lost"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_killed_workers_leave_no_table_locked(tmp_path):
     result = tmp_path / "result.json"
     arguments = [f"--result={result}"]
@@ -135,7 +135,7 @@ def test_killed_workers_leave_no_table_locked(tmp_path):
     assert found["table"]["steps"] >= found["steps"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_coordinator_takes_no_memory_for_it(run_cluster, tmp_path):
     """Made, trained, backed up three times, evaluated and exported; the slots come on top."""
     flags = ["--bytes=300_000_000", f"--export={tmp_path}"]

@@ -30,9 +30,9 @@ def found(tmp_path_factory):
     return json.loads(file.read_text())
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.timeout(500)
-@pytest.mark.thorough
+@pytest.mark.nightly
 class TestLargeEmbedding:
     def gained(self, found, task):
         """Peak memory of a task for the model, in multiples of the table."""
@@ -73,8 +73,8 @@ def served(path):
     return json.loads(done.stdout)
 
 
-@pytest.mark.multiprocess
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_sharded_export_is_served_without_the_memory_for_it(run_cluster, tmp_path):
     run_cluster("ps_export.py", str(tmp_path), workers=1, ps=2, timeout_s=500)

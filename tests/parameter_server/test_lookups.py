@@ -182,8 +182,8 @@ def travelled(run_cluster: Any) -> Any:
     return run_cluster("ps_row_travel.py", workers=1, ps=2).chief
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 class TestRowsOnTheirWay:
     def test_rows_are_those_before_the_step(self, travelled: Any) -> None:
         assert travelled["plain"]["off_by"] < 1e-5

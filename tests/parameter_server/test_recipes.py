@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.by_hand import Process, free_addresses
 from tests.helpers.cluster import ONE_THREAD, ROOT
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def neighbours(count):
             return [f"localhost:{port}" for port in range(first, first + count)]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_four_terminals(terminals):
     """Worker 0's process starts the coordinator, and shows what it prints."""
     lines = old_lines(neighbours(4))
@@ -69,7 +69,7 @@ def test_four_terminals(terminals):
     assert not any("accuracy" in task.output for task in others)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_chief_in_a_fifth_terminal_coordinates(terminals):
     addresses = free_addresses(4)
     lines = old_lines(addresses)
@@ -82,7 +82,7 @@ def test_chief_in_a_fifth_terminal_coordinates(terminals):
     assert "accuracy" not in tasks["worker 0"].output
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_coordinator_and_the_worker_that_started_it_end_together(terminals):
     flags = old_lines(free_addresses(4))["worker 0"]
     first = terminals("worker 0", "digits.py", *flags)
@@ -107,7 +107,7 @@ def accuracy(chief):
     return float(re.findall(r"validation accuracy: (\d\.\d{4})", chief.output)[-1])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_five_terminals_whose_servers_serve_one_training_after_another(terminals):
     hosts = free_addresses(5)
     cluster = [
@@ -133,7 +133,7 @@ def test_five_terminals_whose_servers_serve_one_training_after_another(terminals
     assert [server.running for server in servers] == [True] * 4
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_by_tf_config_with_a_master_and_an_evaluator(terminals, tmp_path):
     names = ["master", "worker", "ps"]
     cluster = {name: [address] for name, address in zip(names, free_addresses(3), strict=True)}
@@ -152,7 +152,7 @@ def test_by_tf_config_with_a_master_and_an_evaluator(terminals, tmp_path):
     assert done["40"]["val_accuracy"] == pytest.approx(accuracy(tasks["master"]), abs=1e-3)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_table_that_the_coordinator_never_has(run_cluster):
     """Two tables of 128 MB and their slots, on two servers."""
     flags = ["--strategy=parameter_server", "--buckets=1000000", "--width=32", "--max_steps=20"]

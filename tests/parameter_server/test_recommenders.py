@@ -12,8 +12,8 @@ CASES = ["dcn, SGD", "dcn, Adagrad", "dcn, Adam", "dlrm, Adagrad"]
 CASES += ["retrieval, Adam", "retrieval, Adagrad"]
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_two_workers_train_them(run_cluster):
     found = run_cluster("ps_recommenders.py", workers=2, ps=2, timeout_s=250).chief
     for name in ("dcn, Adagrad", "retrieval, Adagrad"):
@@ -43,8 +43,8 @@ def one_worker(run_cluster, tmp_path_factory):
     return run.chief, path
 
 
-@pytest.mark.multiprocess
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 class TestOneWorker:
     @pytest.mark.parametrize("case", CASES)

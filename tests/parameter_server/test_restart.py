@@ -9,13 +9,13 @@ import pytest
 
 from tests.helpers.cluster import PROGRAMS, tfmw_command
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = pytest.mark.process
 
 EPOCHS, STEPS = 5, 60
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
-@pytest.mark.long
+@pytest.mark.nightly
 def test_progress_over_restarts_and_prompt_preemption(tmp_path, mode):
     program = [str(PROGRAMS / "ps_restart.py"), f"--backup={tmp_path / 'backup'}"]
     program += ["--sync"] * (mode == "synchronous")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.by_hand import ByHand
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 EPOCHS, STEPS = 4, 5
 

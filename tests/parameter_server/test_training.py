@@ -27,7 +27,7 @@ def five(run_cluster, tmp_path_factory):
     )
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 class TestFiveProcesses:
     def test_it_learns(self, five):
         loss = five.chief["history"]["loss"]
@@ -93,8 +93,8 @@ def check_rows(found):
     assert found["slots_off_by"] < 1e-6
 
 
-@pytest.mark.multiprocess
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.timeout(1000)
 def test_every_optimizer_that_updates_rows(run_cluster):
     names = ["Adagrad", "Adam", "AdamW", "momentum", "RMSprop", "Ftrl", "Lion", "amsgrad"]
@@ -112,7 +112,7 @@ def shards(run_cluster):
     return run_cluster("ps_shards.py", workers=1, ps=2, timeout_s=500).chief
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.timeout(600)
 class TestDividedVariables:
     def test_a_table_is_divided_over_the_servers(self, shards):
@@ -159,9 +159,9 @@ class TestDividedVariables:
         assert bias_then < 7.0
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.timeout(700)
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_servers_back_tables_up_and_restore_them_on_another_number(run_cluster, tmp_path):
     backups = tmp_path / "backups"
 
@@ -213,7 +213,7 @@ def test_servers_back_tables_up_and_restore_them_on_another_number(run_cluster, 
     assert not exists
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 class TestSynchronousUpdates:
     def test_synchronous_steps_equal_those_of_one_process(self, run_cluster):
         run = run_cluster("ps_sync.py", workers=2, ps=2, timeout_s=150)
@@ -241,8 +241,8 @@ class TestSynchronousUpdates:
         assert re.search(r"^tfmw: chief failed", run.output.splitlines()[-1]), "others echo it"
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_run_resumed_inside_an_epoch_has_metrics_of_the_whole_epoch(run_cluster, tmp_path):
     backup = f"--backup={tmp_path / 'backups'}"
     run_cluster("ps_resume.py", backup, "--leave", workers=1, ps=1, status=75)

@@ -1042,12 +1042,12 @@ DIFFERENT_TOO = [
 
 
 def cases(some: list[Any], more: list[Any]) -> list[Any]:
-    """Parameters of a test, named by their first part: the second ones run in `test-thorough`."""
+    """Parameters of a test, named by their first part: the second ones run in `make nightly`."""
     return [
         pytest.param(
             *parts, id="-".join(getattr(p, "__name__", str(p)) for p in parts[:2]), marks=marks
         )
-        for which, marks in ((some, []), (more, [pytest.mark.thorough]))
+        for which, marks in ((some, []), (more, [pytest.mark.nightly]))
         for case in which
         for parts in [case if isinstance(case, tuple) else (case,)]
     ]

@@ -74,8 +74,8 @@ def digits(text, what):
     return [int(digit) for digit in re.findall(rf"{what} (\d)", text)]
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_recipe_without_flags_learns_and_exports(environ, tmp_path):
     command = ["-c", SEEDED, DIGITS, f"--export_dir={tmp_path / 'model'}"]
     ((status, out, err),) = finish([start(command, environ, cwd=tmp_path)])
@@ -91,7 +91,7 @@ def test_recipe_without_flags_learns_and_exports(environ, tmp_path):
     assert out.count("@") > 20  # the images
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_make_demo(environ, tmp_path):
     """The newcomer's first command, in a copy of the checkout, with this environment's tools."""
     for name in ("Makefile", "pyproject.toml", "recipes", "tfmw"):
@@ -128,9 +128,9 @@ def by_tf_config(environ, index, hosts):
     return start([DIGITS, "--max_steps=5"], {**environ, "TF_CONFIG": json.dumps(config)})
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize(
-    "start_task", [by_hand, pytest.param(by_tf_config, marks=pytest.mark.thorough)]
+    "start_task", [by_hand, pytest.param(by_tf_config, marks=pytest.mark.nightly)]
 )
 def test_two_terminals(environ, start_task):
     hosts = free_addresses(2)
@@ -141,7 +141,7 @@ def test_two_terminals(environ, start_task):
     assert re.search(r"(?<!\d)5/5(?!\d)", tasks[0][1]), "--max_steps"
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_mnist_on_two_workers_on_mock_data(run_cluster, tmp_path):
     run = run_cluster(
         "mnist_on_mock_data.py", "--epochs=2", f"--export_dir={tmp_path / 'mnist'}", workers=2
@@ -151,8 +151,8 @@ def test_mnist_on_two_workers_on_mock_data(run_cluster, tmp_path):
     assert verify(tmp_path / "mnist") == []
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_images_text_and_features_on_two_workers(run_cluster, tmp_path, monkeypatch):
     """The models learn, and their exports take files' pixels, sentences and columns as they are."""
     monkeypatch.chdir(tmp_path)  # digits become files there
@@ -242,7 +242,7 @@ def test_wrong_flags_are_one_sentence(arguments, message):
         flagsaver.restore_flag_values(saved)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("argument", cases(["stray"], ["--ps_hosts=h0:1"]))
 def test_a_wrong_command_line_ends_with_status_2_and_no_traceback(environ, argument):
     ((status, _, err),) = finish([start([DIGITS, argument], environ)])

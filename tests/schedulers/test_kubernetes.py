@@ -249,7 +249,7 @@ def unknown_fields(given: Any, known: Any, path: str = "") -> list[str]:
     return []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_trainjob_is_valid() -> None:
     """The classes that Kubeflow publishes validate it; their parsing drops unknown fields."""
     from kubeflow_trainer_api import models

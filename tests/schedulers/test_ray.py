@@ -16,8 +16,8 @@ from tests.helpers.cluster import ONE_THREAD, ROOT
 from tfmw.train.saved_model import verify_export as verify
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_two_actors_train(tmp_path: Path) -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "TF_CONFIG"))}
     environ |= {**ONE_THREAD, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}

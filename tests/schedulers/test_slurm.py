@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.cluster import PROGRAMS, ROOT
 from tests.helpers.slurm import NODES, OneMachine
 
-pytestmark = [pytest.mark.slurm, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.nightly, pytest.mark.process]
 
 SCRIPT = str(ROOT / "recipes" / "schedulers" / "slurm.sbatch")
 ENVIRONMENT = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # has `tfmw`
@@ -62,7 +62,7 @@ def test_a_check_that_fails_ends_the_job(slurm: OneMachine, tmp_path: Path) -> N
     assert "accuracy" not in text
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_preempted_job_is_requeued(slurm: OneMachine, tmp_path: Path) -> None:
     """The script checks the cluster and trains; the signal that Slurm sends before the time limit
     makes both tasks write a backup, and the job is queued again and resumes.

@@ -134,7 +134,7 @@ def test_a_malformed_url_is_named(server):
         Bucket("s3://")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_import_tfmw_does_not_import_obstore():
     program = "import sys, tfmw, tfmw.train.calls; sys.exit('obstore' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,7 +1,7 @@
 """The tests of legacy Keras's own support of tf.distribute, on Keras 3 and tfmw.
 
-    make test-tf-keras                          downloads them
-    make test-tf-keras SOURCES=~/tf-keras       from a checkout of keras-team/tf-keras instead
+    make test-keras SUITE=tf-keras                          downloads them
+    make test-keras SUITE=tf-keras SOURCES=~/tf-keras    from a checkout instead
 
 `aliases.py` gives their imports the names of Keras 3. `plugin.py` turns their strategies into
 tfmw's, on two virtual devices and on two processes, and hands `fit`, `evaluate` and `predict` on.

@@ -41,7 +41,7 @@ def all_of_them():
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_strategies_are_those_of_tfmw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "BUILD", tmp_path / "build")
     folder = tmp_path / "tf_keras" / "distribute"

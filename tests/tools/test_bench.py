@@ -39,8 +39,8 @@ def test_rounds_are_proposed_where_they_take_less_time():
     assert "LocalSGD" not in report(dataclasses.replace(slow, workers=1), 128, 10**7)
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_the_command_on_two_workers(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import os, time, keras, numpy as np, tensorflow as tf\n"
@@ -111,8 +111,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_steps_take_as_long_in_a_trace(tmp_path):
     """Steps mostly sleep, so that a busy machine changes their time little.
 

@@ -130,8 +130,8 @@ def test_report_has_the_steps_of_more_workers():
     assert re.search(r"^1024 +\d", report(MEASURED), re.MULTILINE)
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_a_forecast_from_two_workers(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import keras, numpy as np, tensorflow as tf\n"

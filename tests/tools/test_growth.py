@@ -7,8 +7,8 @@ import pytest
 from bench import growth
 
 
-@pytest.mark.long
-@pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.process
 def test_48_workers_train_and_resume_when_one_is_killed() -> None:
     found = growth.run(48, 0.0, kill=True)
     assert 0 < found["first_step"] < found["whole"]

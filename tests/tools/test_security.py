@@ -100,7 +100,7 @@ def test_safe_mode_is_never_turned_off() -> None:
     assert not [call for _, call in calls() if any(word in call for word in words)]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_safe_mode_is_on_after_training(tmp_path: Path) -> None:
     """A model file that holds code is refused, as without tfmw."""
     program = """

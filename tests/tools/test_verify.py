@@ -71,7 +71,7 @@ def test_other_directories_are_not_called_intact(tmp_path: Path) -> None:
     assert problems_of(str(tmp_path / "gone")) == [f"{tmp_path / 'gone'} is not a directory."]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_command_ends_with_1_where_something_is_damaged(exported: Path, backups: Path) -> None:
     flip_a_bit(backups / "step_000000000002" / "record.json")
     run = subprocess.run(

@@ -14,9 +14,9 @@ from tests.trackers.test_trackers import QUIET, Tracked
 PROGRAM = str(PROGRAMS / "trackers_of_caller.py")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow
 def test_the_chief_logs_to_the_callers_runs(tmp_path: Path) -> None:
     env = {**ONE_THREAD, **QUIET, "PYTHONPATH": PYTHONPATH, "HOME": str(tmp_path)}

@@ -20,8 +20,8 @@ from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, tfmw_command
 from tests.helpers.wandb_rows import wandb_rows
 
 pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.thorough,
+    pytest.mark.process,
+    pytest.mark.nightly,
     pytest.mark.timeout(900),  # three starts of two workers, which import a lot
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of MLflow and TensorBoard
 ]

@@ -38,7 +38,7 @@ class Steps(keras.callbacks.Callback):
         self.epochs[-1] += 1
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_an_epoch_of_arrays_begins_where_the_last_one_ended() -> None:
     """Ten batches, five for each epoch: the third epoch begins a new pass."""
     steps = Steps()
@@ -55,7 +55,7 @@ class AddsTwo(keras.Model):
         return inputs[0] + inputs[1] if isinstance(inputs, tuple | list) else inputs
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_inputs_that_are_a_tuple_are_all_inputs() -> None:
     predicted = tfmw.predict(AddsTwo(), (X, 10 * X), batch_size=8, verbose=0)
     np.testing.assert_allclose(predicted, 11 * X, rtol=1e-6)
@@ -69,7 +69,7 @@ class Interrupts(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras's own saving
 def test_keras_backup_and_restore_sets_the_initial_epoch(tmp_path: Path) -> None:
     model, steps = network(), Steps()
@@ -92,14 +92,14 @@ class Sequence(keras.utils.PyDataset):
         return X[part], Y[part]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_pydataset_without_a_length_is_shuffled() -> None:
     history = tfmw.fit(network(), Sequence(), epochs=2, verbose=0)
     assert len(history.epoch) == 2
 
 
-# Those of the first on two workers; `make test-thorough` has the others on two workers, and one on
-# two devices, where `make test-long` has all.
+# Those of the first on two workers; `make nightly` has the others on two workers, and one on
+# two devices, where `make nightly` has all.
 SCENARIOS = [
     "callbacks_see_an_ordinary_model",
     "orders_drawn_without_a_seed",
@@ -194,14 +194,14 @@ def _assert_equal(got: Any, expected: Any) -> None:
         assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("name", cases([], ON_DEVICES, REST_ON_DEVICES))
+@pytest.mark.process
+@pytest.mark.parametrize("name", cases([], [*ON_DEVICES, *REST_ON_DEVICES]))
 def test_two_devices_do_as_keras_in_one_process(devices: dict[str, Any], name: str) -> None:
     assert not isinstance(devices["keras"][name], str), devices["keras"][name]
     _assert_equal(devices["tfmw"][name], devices["keras"][name])
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 @pytest.mark.parametrize("name", cases(SCENARIOS, SCENARIOS_TOO))
 def test_two_workers_do_as_keras_in_one_process(
     devices: dict[str, Any], workers: ClusterRun, name: str
@@ -210,7 +210,7 @@ def test_two_workers_do_as_keras_in_one_process(
         _assert_equal(task[name], devices["keras"][name])
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_states_of_examples_need_one_replica(devices: dict[str, Any], workers: ClusterRun) -> None:
     assert devices["keras"]["states_of_examples"] == []
     for errors in (devices["tfmw"], *workers):
@@ -220,7 +220,7 @@ def test_states_of_examples_need_one_replica(devices: dict[str, Any], workers: C
         assert len(errors["states_of_examples"]) == 6
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_batches_that_replicas_cannot_divide(devices: dict[str, Any]) -> None:
     known, seen, shape = devices["tfmw"]["batches_that_replicas_cannot_divide"]
     for error in (known, seen):

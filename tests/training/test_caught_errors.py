@@ -11,8 +11,8 @@ from tfmw.cluster import membership
 from tfmw.errors import Preempted, TfmwError, printable
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("collectives", ["auto", pytest.param("ring", marks=pytest.mark.thorough)])
+@pytest.mark.process
+@pytest.mark.parametrize("collectives", ["auto", pytest.param("ring", marks=pytest.mark.nightly)])
 def test_the_cluster_is_usable_after_an_error_of_all_tasks(run_cluster, collectives, tmp_path):
     run = run_cluster("caught_errors.py", collectives, "alike", str(tmp_path / "backups"))
     for result in run:
@@ -29,7 +29,7 @@ def test_the_cluster_is_usable_after_an_error_of_all_tasks(run_cluster, collecti
     assert os.listdir(tmp_path / "backups") == ["LOCK"]  # the run that resumed is complete
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_after_an_error_of_one_task_the_next_call_says_so(run_cluster, tmp_path):
     run = run_cluster("caught_errors.py", "auto", "apart", str(tmp_path / "backups"))
     assert run[1]["caught"] == {"callback": "LookupError"}
@@ -42,7 +42,7 @@ def test_after_an_error_of_one_task_the_next_call_says_so(run_cluster, tmp_path)
     assert len(os.listdir(tmp_path / "backups")) > 1  # a restart resumes from them
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_parameter_servers_are_usable_after_an_error(run_cluster, tmp_path):
     backups = str(tmp_path / "backups")
     run = run_cluster("caught_errors.py", "auto", "servers", backups, workers=1, ps=1)

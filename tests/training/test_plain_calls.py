@@ -62,7 +62,7 @@ def by_keras(mode: str, folder: Path, **variables: str) -> dict[str, Any]:
     return numbers
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_a_plain_script_has_the_numbers_of_one_process(run_cluster, tmp_path):
     expected = by_keras("all", tmp_path / "keras")
     chief, other = run_cluster("plain_keras.py", "all", str(tmp_path))
@@ -75,7 +75,7 @@ def test_a_plain_script_has_the_numbers_of_one_process(run_cluster, tmp_path):
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")], "no leftovers"
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_a_plain_script_of_two_trainings_resumes_the_second(run_cluster, tmp_path):
     options = ["--max-restarts", "1", "--backup-dir", str(tmp_path / "backups")]
     chief, other = run_cluster("plain_keras.py", "twice", str(tmp_path), options=options)
@@ -87,14 +87,14 @@ def test_a_plain_script_of_two_trainings_resumes_the_second(run_cluster, tmp_pat
     assert list((tmp_path / "backups").iterdir()) == [], "the run has ended"
 
 
-@pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.process
+@pytest.mark.nightly
 def test_a_plain_script_on_parameter_servers(run_cluster, tmp_path):
     run = run_cluster("plain_keras.py", "servers", str(tmp_path), workers=1, ps=1, status=2)
     assert "tfmw.train_on_batch needs synchronous replicas" in run.output, "after fit and evaluate"
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_a_plain_script_that_divides_its_data_is_refused(run_cluster, tmp_path):
     run = run_cluster("plain_keras.py", "own_shard", str(tmp_path), status=2)
     assert "workers have different datasets: an array is" in run.output
@@ -102,7 +102,7 @@ def test_a_plain_script_that_divides_its_data_is_refused(run_cluster, tmp_path):
     assert run.by_task == {}, "nobody trained"
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_with_keras_off_a_plain_fit_is_refused(run_cluster, tmp_path):
     run = run_cluster("plain_keras.py", "off", str(tmp_path), options=["--keras", "off"], status=2)
     assert "model.fit() was called in Cluster(" in run.output
@@ -114,7 +114,7 @@ class Halved(keras.Sequential):
         return super().fit(x / 2, y, **rest)
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_a_plain_fit_trains_on_new_processes_with_data_prepared_once() -> None:
     def made() -> Any:
         keras.utils.set_random_seed(1)

@@ -39,7 +39,7 @@ def parsed(text: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.multiprocess
+@pytest.mark.process
 def test_a_training_is_seen_everywhere(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     with reserved_ports(1) as (port,):

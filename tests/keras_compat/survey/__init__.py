@@ -1,6 +1,6 @@
 """Everything that Keras exports, on two replicas beside one process.
 
-`python -m tests.keras_compat.survey` (also `make survey`) tries each loss, metric, optimizer and
+`python -m tests.keras_compat.survey` tries each loss, metric, optimizer and
 layer in a model drawn by Hypothesis, and writes the results into `docs/explain/survey.md`.
 
 * `contexts`: draws of Hypothesis: batch sizes, weights, reductions, masks, how data are passed.
