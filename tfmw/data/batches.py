@@ -212,7 +212,7 @@ def configured(
         in_order: whether parallel transformations keep the order of their input.
         tuned: whether tf.data measures the dataset to tune it. The end of an iterator waits for the
             tuning: 17 ms on one core. A pass over small arrays takes a few.
-        read_ahead: whether a batch may be read before it is asked for; None adds nothing.
+        read_ahead: whether a batch may be read before it is requested; None adds nothing.
     """
     options = tf.data.Options()
     if in_order:

@@ -47,7 +47,7 @@ def seek(
     Args:
         pipeline: a result of `ordered`, whose shuffles have seeds.
         position: number of elements before the first one.
-        reshuffles: those of the pipeline; they learn of passes that are not read.
+        reshuffles: the pipeline's shuffles; passes that are not read are counted there.
         order: the one that the pipeline has.
     """
     rest = _Rest(order or SharedOrder())

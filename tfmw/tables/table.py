@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 class NeedsAllRows(TfmwError):
-    """All rows of a table were asked for, and they are too many for one process.
+    """All rows of a table were requested, and they are too many for one process.
 
     No ValueError: TensorFlow and Keras would wrap it in errors of their own.
     """
