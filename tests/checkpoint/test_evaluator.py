@@ -58,7 +58,6 @@ def run(request, tmp_path_factory):
         workers=1 + (not request.param),
         ps=request.param,
         evaluator=True,
-        timeout_s=150,
     )
     return found, folder / "backups"
 

@@ -56,7 +56,7 @@ def alone(tmp_path_factory, request):
     names = sorted({*ALONE, *chosen(request, "test_one_process_resumes_bit_for_bit")})
 
     def half(names: list[str]) -> dict[str, Any]:
-        return run_cluster("resume_scenarios.py", folder, *names, workers=1, timeout_s=280)[0]
+        return run_cluster("resume_scenarios.py", folder, *names, workers=1)[0]
 
     with futures.ThreadPoolExecutor() as pool:
         first, second = pool.map(half, [names[::2], names[1::2]])
@@ -68,7 +68,7 @@ def together(tmp_path_factory, request):
     folder = str(tmp_path_factory.mktemp("together"))
     cases_of_two = chosen(request, "test_two_processes_resume_bit_for_bit")
     names = sorted({*TOGETHER, "of_input_context", *cases_of_two})
-    return run_cluster("resume_scenarios.py", folder, *names, workers=2, timeout_s=280)
+    return run_cluster("resume_scenarios.py", folder, *names, workers=2)
 
 
 def assert_equal_to_the_undisturbed_run(result: dict[str, Any]) -> None:

@@ -72,7 +72,6 @@ class Runs:
                 *("recorded_sources.py", str(self._folder), run),
                 *(self._names[-1] if kills else "none", *self._names),
                 workers=workers,
-                timeout_s=250,
                 status=int(kills),
             )
         found: Steps = {}

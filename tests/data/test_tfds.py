@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> ClusterRun:
     """Two workers; for the many files each has a copy of the data set without the other's."""
-    return run_cluster("tfds_epochs.py", str(folder), timeout_s=200)
+    return run_cluster("tfds_epochs.py", str(folder))
 
 
 @pytest.mark.process

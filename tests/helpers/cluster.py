@@ -84,7 +84,7 @@ def run_cluster(
     workers: int = 2,
     ps: int = 0,
     evaluator: bool = False,
-    timeout_s: float = 300,
+    timeout_s: float = 1000,
     env: Mapping[str, str] | None = None,
     status: int | None = 0,
     options: Sequence[str] = (),

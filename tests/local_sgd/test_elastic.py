@@ -29,7 +29,7 @@ def weights(found: Any) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def calm() -> ClusterRun:
-    return run_cluster("elastic.py", "sync", workers=3, timeout_s=200, options=["--elastic"])
+    return run_cluster("elastic.py", "sync", workers=3, options=["--elastic"])
 
 
 @pytest.mark.nightly
@@ -71,7 +71,6 @@ def lost() -> ClusterRun:
         "0:14:round",
         "2:21:after",
         workers=3,
-        timeout_s=250,
         options=ELASTIC,
     )
 
@@ -96,9 +95,7 @@ def test_the_lost_ones_have_the_common_weights_at_the_end(lost: ClusterRun) -> N
 def test_where_all_are_lost_all_resume_from_their_backups() -> None:
     # In the first step of the second epoch, in which member 2 has one step less.
     losses = ["0:8:steps", "1:8:steps", "2:7:steps"]
-    run = run_cluster(
-        "elastic.py", "lose", "with-backups", *losses, workers=3, timeout_s=250, options=ELASTIC
-    )
+    run = run_cluster("elastic.py", "lose", "with-backups", *losses, workers=3, options=ELASTIC)
     assert counted(run) == dict.fromkeys(range(len(X)), EPOCHS)
     assert run.output.count("alone: it failed") == 3
     assert len({weights(member).tobytes() for member in run}) == 1
@@ -116,7 +113,7 @@ def test_backups_between_two_rounds_lose_no_example(losses: list[str]) -> None:
     """
     run = run_cluster(
         "elastic.py", "lose", "with-backups", "every=2,5", *losses,
-        workers=2, timeout_s=250, options=ELASTIC,
+        workers=2, options=ELASTIC,
     )  # fmt: skip
     assert counted(run) == dict.fromkeys(range(len(X)), EPOCHS)
     assert run.output.count("alone: it failed") == len(losses) - 1
@@ -126,7 +123,7 @@ def test_backups_between_two_rounds_lose_no_example(losses: list[str]) -> None:
 def test_all_members_save_and_resume_where_one_is_preempted() -> None:
     run = run_cluster(
         "elastic.py", "lose", "with-backups", "0:10:leave",
-        workers=2, timeout_s=250, options=ELASTIC,
+        workers=2, options=ELASTIC,
     )  # fmt: skip
     assert "attempt 1 starts at once: the tasks of attempt 0 saved their state" in run.output
     assert run.output.count("restored step") == 2
@@ -152,7 +149,7 @@ def test_another_number_of_members_is_refused(positions: dict[str, Any], tmp_pat
 
 @pytest.mark.nightly
 def test_a_stopped_worker_is_replaced() -> None:
-    run = run_cluster("elastic.py", "lose", "1:7:stop", workers=2, timeout_s=200, options=ELASTIC)
+    run = run_cluster("elastic.py", "lose", "1:7:stop", workers=2, options=ELASTIC)
     assert "worker 1 is killed: " in run.output
     assert run.output.count("alone: it failed") == 1
     assert counted(run) == dict.fromkeys(range(len(X)), EPOCHS)

@@ -20,12 +20,12 @@ SGD = keras.optimizers.SGD
 
 @pytest.fixture(scope="module")
 def workers() -> list[Any]:
-    return list(run_cluster("local_sgd.py", workers=2, timeout_s=280))
+    return list(run_cluster("local_sgd.py", workers=2))
 
 
 @pytest.fixture(scope="module")
 def devices() -> list[Any]:
-    return list(run_cluster("local_sgd.py", "--devices", workers=1, timeout_s=280))
+    return list(run_cluster("local_sgd.py", "--devices", workers=1))
 
 
 @pytest.fixture(params=["workers", pytest.param("devices", marks=pytest.mark.nightly)])
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused_on_all_tasks(tasks):
 
 @pytest.fixture(scope="module")
 def machines() -> list[Any]:
-    return list(run_cluster("local_sgd.py", "--machines", "abab", workers=4, timeout_s=290))
+    return list(run_cluster("local_sgd.py", "--machines", "abab", workers=4))
 
 
 @pytest.mark.process

@@ -242,9 +242,7 @@ def test_a_step_by_hand_is_traced_as_often_as_by_keras():
 @pytest.fixture(scope="module")
 def on_devices() -> Any:
     """See `programs/traces_on_devices.py`."""
-    (found,) = cluster.run_cluster(
-        "traces_on_devices.py", workers=1, env={"TFMW_NO_INIT": "1"}, timeout_s=280
-    )
+    (found,) = cluster.run_cluster("traces_on_devices.py", workers=1, env={"TFMW_NO_INIT": "1"})
     return found
 
 
@@ -289,7 +287,7 @@ def test_models_made_in_the_scope_of_a_strategy_and_outside_of_it(run_cluster):
 
     A strategy of one device has no copies, and refuses to update variables from outside.
     """
-    (task,) = run_cluster("scopes.py", workers=1, env={"TFMW_NO_INIT": "1"}, timeout_s=280)
+    (task,) = run_cluster("scopes.py", workers=1, env={"TFMW_NO_INIT": "1"})
     assert len(task) == 4 * 4 + 2
     for name, found in task.items():
         _, _, every_batch = name.rsplit(", ", 2)

@@ -45,7 +45,7 @@ MORE = [
 def run(request: pytest.FixtureRequest) -> ClusterRun:
     asked = chosen(request, "test_every_example_once_per_epoch")
     left_out = [name for name in MORE if name not in asked]
-    return run_cluster("coverage.py", *left_out, timeout_s=280)
+    return run_cluster("coverage.py", *left_out)
 
 
 @pytest.mark.parametrize("name", cases([n for n in EXPECTED if n not in MORE], MORE))

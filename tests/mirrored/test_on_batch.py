@@ -27,7 +27,7 @@ def tasks(request: pytest.FixtureRequest, run_cluster: Any) -> list[dict[str, An
     """Result of each task of two replicas."""
     workers = 2 if request.param == "workers" else 1
     loops = sorted(set(chosen(request, "test_a_loop_has_the_numbers_of_one_process", "loop")))
-    run = run_cluster("on_batch.py", request.param, *loops, workers=workers, timeout_s=300)
+    run = run_cluster("on_batch.py", request.param, *loops, workers=workers)
     assert run.status == 0, run.output
     return list(run)
 

@@ -39,7 +39,7 @@ def exports(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(run_cluster, exports):
     flags = ["--cases=Adagrad", f"--export={exports}"]
-    return run_cluster("ps_hash_tables.py", *flags, workers=1, ps=2, timeout_s=250).chief
+    return run_cluster("ps_hash_tables.py", *flags, workers=1, ps=2).chief
 
 
 def test_trains_as_one_process_bit_for_bit(found):
@@ -82,7 +82,7 @@ def test_wrong_use(found):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_every_case_equals_one_process(run_cluster, servers):
-    found = run_cluster("ps_hash_tables.py", workers=1, ps=servers, timeout_s=500).chief
+    found = run_cluster("ps_hash_tables.py", workers=1, ps=servers).chief
     for case in ("Adagrad", "momentum", "Adam", "SGD"):
         equals_one_process(found[case], is_table=servers > 1)
         # If a batch has an id several times, Keras subtracts gradients in another order.
@@ -110,9 +110,7 @@ def each_id_has_one_row(found):
 
 @pytest.mark.nightly
 def test_two_workers_never_give_one_row_twice(run_cluster):
-    run = run_cluster(
-        "ps_hash_tables_async.py", workers=2, ps=2, timeout_s=250, env=SEVERAL_THREADS
-    )
+    run = run_cluster("ps_hash_tables_async.py", workers=2, ps=2, env=SEVERAL_THREADS)
     each_id_has_one_row(run.chief)
     for name in ("table", "other"):
         one = run.chief[name]
@@ -139,7 +137,7 @@ def test_killed_workers_leave_no_table_locked(tmp_path):
 def test_coordinator_takes_no_memory_for_it(run_cluster, tmp_path):
     """Made, trained, backed up three times, evaluated and exported; the slots come on top."""
     flags = ["--bytes=300_000_000", f"--export={tmp_path}"]
-    found = run_cluster("ps_hash_tables.py", *flags, workers=1, ps=2, timeout_s=280).chief
+    found = run_cluster("ps_hash_tables.py", *flags, workers=1, ps=2).chief
     large = found["300000000"]
     assert large["bytes"] > 299_000_000
     assert large["rows"] > 0

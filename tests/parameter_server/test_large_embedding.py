@@ -77,7 +77,7 @@ def served(path):
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_sharded_export_is_served_without_the_memory_for_it(run_cluster, tmp_path):
-    run_cluster("ps_export.py", str(tmp_path), workers=1, ps=2, timeout_s=500)
+    run_cluster("ps_export.py", str(tmp_path), workers=1, ps=2)
     whole, sharded = (served(tmp_path / name) for name in ("whole", "sharded"))
     assert whole["outputs"] == sharded["outputs"]
     assert whole["grew"] > 300e6

@@ -157,7 +157,7 @@ def test_a_table_that_the_coordinator_never_has(run_cluster):
     """Two tables of 128 MB and their slots, on two servers."""
     flags = ["--strategy=parameter_server", "--buckets=1000000", "--width=32", "--max_steps=20"]
     recipe = str(ROOT / "recipes" / "recommender.py")
-    run = run_cluster(recipe, *flags, "--min_shard_bytes=1048576", workers=1, ps=2, timeout_s=250)
+    run = run_cluster(recipe, *flags, "--min_shard_bytes=1048576", workers=1, ps=2)
     (size,) = re.findall(r"weights and slots: (\d+) MB", run.output)
     (grown,) = re.findall(r"memory that this process took for them: (\d+) MB", run.output)
     assert 755 <= int(size) < 760

@@ -15,7 +15,7 @@ CASES += ["retrieval, Adam", "retrieval, Adagrad"]
 @pytest.mark.process
 @pytest.mark.nightly
 def test_two_workers_train_them(run_cluster):
-    found = run_cluster("ps_recommenders.py", workers=2, ps=2, timeout_s=250).chief
+    found = run_cluster("ps_recommenders.py", workers=2, ps=2).chief
     for name in ("dcn, Adagrad", "retrieval, Adagrad"):
         assert len(found[name]["tables"]) == found[name]["slots"] == 2, "of users and of films"
         assert found[name]["iterations"] == 60
@@ -39,7 +39,7 @@ def one_worker(run_cluster, tmp_path_factory):
     """Its result, and where it has exported to."""
     path = tmp_path_factory.mktemp("exports")
     flags = [f"--export={path}"]
-    run = run_cluster("ps_recommenders.py", *flags, workers=1, ps=2, timeout_s=500)
+    run = run_cluster("ps_recommenders.py", *flags, workers=1, ps=2)
     return run.chief, path
 
 

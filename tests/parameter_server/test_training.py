@@ -23,7 +23,6 @@ def five(run_cluster, tmp_path_factory):
         f"--epochs={EPOCHS}",
         workers=2,
         ps=2,
-        timeout_s=150,
     )
 
 
@@ -109,7 +108,7 @@ def test_every_optimizer_that_updates_rows(run_cluster):
 @pytest.fixture(scope="module")
 def shards(run_cluster):
     """One worker trains a table that is divided over two servers, with three optimizers."""
-    return run_cluster("ps_shards.py", workers=1, ps=2, timeout_s=500).chief
+    return run_cluster("ps_shards.py", workers=1, ps=2).chief
 
 
 @pytest.mark.process
@@ -167,9 +166,7 @@ def test_servers_back_tables_up_and_restore_them_on_another_number(run_cluster, 
 
     def run(servers, epochs, *more):
         flags = [f"--backup={backups}", f"--epochs={epochs}", *more]
-        return run_cluster(
-            "ps_shards_backup.py", *flags, workers=1, ps=servers, timeout_s=300
-        ).chief
+        return run_cluster("ps_shards_backup.py", *flags, workers=1, ps=servers).chief
 
     first = run(2, 4, f"--export={tmp_path / 'exported'}")
     full, older, newest = sorted(backups.glob("step_*"))
@@ -216,7 +213,7 @@ def test_servers_back_tables_up_and_restore_them_on_another_number(run_cluster, 
 @pytest.mark.process
 class TestSynchronousUpdates:
     def test_synchronous_steps_equal_those_of_one_process(self, run_cluster):
-        run = run_cluster("ps_sync.py", workers=2, ps=2, timeout_s=150)
+        run = run_cluster("ps_sync.py", workers=2, ps=2)
         found = run.chief
         assert examples_per_step(run.output) == pytest.approx(64, rel=0.05), "of both workers"
         assert found["iterations"] == 40
@@ -226,7 +223,7 @@ class TestSynchronousUpdates:
 
     def test_stragglers_gradient_is_dropped(self, run_cluster, tmp_path):
         late = f"--late_from={tmp_path / 'late'}"
-        run = run_cluster("ps_sync.py", "--aggregate=2", late, workers=3, ps=1, timeout_s=150)
+        run = run_cluster("ps_sync.py", "--aggregate=2", late, workers=3, ps=1)
         found = run.chief
         assert found["iterations"] == 40
         assert found["calls_while_late"] > 0, "signals and backups waited for the straggler"
@@ -236,7 +233,7 @@ class TestSynchronousUpdates:
         assert found["loss"][1] < found["loss"][0]
 
     def test_error_on_one_worker_ends_all(self, run_cluster):
-        run = run_cluster("ps_bad_batch.py", workers=2, ps=1, timeout_s=100, status=1)
+        run = run_cluster("ps_bad_batch.py", workers=2, ps=1, status=1)
         assert "bad batch" in run.output
         assert re.search(r"^tfmw: chief failed", run.output.splitlines()[-1]), "others echo it"
 
