@@ -204,8 +204,13 @@ def test_a_run_that_fails_ends_with_its_error_on_stderr():
 def test_init_runs_before_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('the script')\n")
-    # Python imports sitecustomize when it starts: here it stands in for TensorFlow's init.
-    (tmp_path / "sitecustomize.py").write_text("import tfmw\ntfmw.init = lambda: print('init')\n")
+    # Python imports sitecustomize when it starts: here it stands in for the join of the cluster.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, types\n"
+        "joining = types.ModuleType('tfmw.cluster.joining')\n"
+        "joining.join_for_script = lambda: print('init')\n"
+        "sys.modules['tfmw.cluster.joining'] = joining\n"
+    )
     env = {"TFMW_NO_INIT": "0", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = tfmw("run", "--workers", "1", str(script), env=env)
     assert done.stdout.splitlines() == ["[worker 0] init", "[worker 0] the script"]

@@ -30,7 +30,7 @@ def test_the_demo_installs_nothing_but_the_package():
 
 def test_the_tests_install_all_groups():
     groups = PROJECT["project"]["optional-dependencies"]
-    assert "--editable '.[dev,docs,engines,trackers]'" in installed_by("test-fast")
+    assert "--editable '.[dev,docs,engines,trackers]'" in installed_by("test-keras")
     assert {"dev", "docs", "engines", "trackers"} <= set(groups)
     base = " ".join(PROJECT["project"]["dependencies"])
     assert not {"ray", "pyspark", "mlflow", "wandb", "pytest"} & set(base.split())

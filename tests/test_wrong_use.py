@@ -33,11 +33,11 @@ def batches(rows: int = 8, batch_size: int = 4) -> tf.data.Dataset:
 CASES = {
     "an uncompiled model": (
         lambda: tfmw.fit(keras.Sequential([keras.layers.Dense(1)]), batches()),
-        r"not compiled: call model\.compile",
+        r"not compiled\. You must call `compile\(optimizer=\.\.\., loss=\.\.\.\)` before tfmw\.",
     ),
     "evaluate of an uncompiled model": (
         lambda: tfmw.evaluate(keras.Sequential([keras.layers.Dense(1)]), batches()),
-        r"not compiled: call model\.compile",
+        r"not compiled\. You must call `compile\(optimizer=\.\.\., loss=\.\.\.\)` before tfmw\.",
     ),
     "not a model": (
         lambda: tfmw.fit("model", batches()),

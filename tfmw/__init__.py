@@ -33,7 +33,7 @@ _SOURCES = {
     "tfmw.cluster": ("Cluster",),
     "tfmw.launcher.engines.submit": ("attach", "jobs", "launch", "submit"),
     "tfmw.errors": ("ClusterError", "TaskFailed", "TfmwError", "UsageError"),
-    "tfmw.train.plain_calls": ("options",),
+    "tfmw.train.plain_calls": ("options", "plain_call"),
     "tfmw.train.saved_model": ("export", "verify_export"),
     "tfmw.train.calls": ("evaluate", "fit", "predict"),
     "tfmw.train.local_sgd.sync_settings": ("DiLoCo", "LocalSGD"),
@@ -75,7 +75,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in __all__ and name not in _SOURCE_OF:
         raise AttributeError(f"module 'tfmw' has no attribute {name!r}")
     if name in _SOURCE_OF:
         value = getattr(importlib.import_module(_SOURCE_OF[name]), name)

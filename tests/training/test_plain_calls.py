@@ -146,7 +146,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     functions = {name: noting(name, f) for name, f in plain_calls._FUNCTIONS.items()}
     monkeypatch.setattr(plain_calls, "_FUNCTIONS", functions)
-    model_methods.replace_methods(plain_calls.call)
+    model_methods.replace_methods(plain_calls.plain_call)
     yield noted
     model_methods.replace_methods(None)
 

@@ -151,7 +151,7 @@ def _replace_methods(replaces: bool) -> None:
     from tfmw.compat.model_methods import replace_methods
 
     def plain(*call: Any) -> Any:
-        return importlib.import_module("tfmw.train.plain_calls").call(*call)
+        return importlib.import_module("tfmw").plain_call(*call)  # of a room above this one
 
     replace_methods(plain if replaces else None)
     if replaces and RUN_ID in os.environ and _keras.drawn is None:

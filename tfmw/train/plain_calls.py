@@ -90,13 +90,13 @@ def options(**settings: Any) -> Iterator[None]:
     before = _thread.settings
     _thread.settings = {**before, **settings}
     try:
-        with model_methods.replaced_methods(call):
+        with model_methods.replaced_methods(plain_call):
             yield
     finally:
         _thread.settings = before
 
 
-def call(
+def plain_call(
     own: Callable[..., Any], name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The result of a plain call such as `model.fit(*args, **kwargs)`.

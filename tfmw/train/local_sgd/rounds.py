@@ -176,6 +176,10 @@ class Rounds:
             "a part: train without sync=."
         )
 
+    def reduced_slices(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """Raises UsageError, as `gathered` does."""
+        return self.gathered(slices)
+
     # ------------------------------------------------------------ between steps
 
     def steps_to_next(self, step: int) -> int:
