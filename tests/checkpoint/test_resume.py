@@ -31,8 +31,6 @@ ALONE_TOO = [
     "shuffled", "grain_by_state", "loss_scale", "steps_made_again", "no_backup_yet",
     "grain_by_index", "grain_loader", "hugging_face", "parquet",
     "py_dataset_of_threads", "python_generator", "tfrecords", "gradient_accumulation",
-]  # fmt: skip
-ALONE_LONG = [
     "at_the_end_of_an_epoch", "repeated_with_steps", "repeated_after_batch",
     "passes_longer_than_epochs", "arrays_with_all_arguments", "class_weight_of_a_dataset",
     "dataset_of_a_generator", "filtered", "interleaved_with_shuffles_inside", "of_input_context",
@@ -41,9 +39,9 @@ ALONE_LONG = [
     "steps_made_again_in_arrays",
 ]  # fmt: skip
 TOGETHER = ["mapped_at_random", "py_dataset"]
-TOGETHER_TOO = ["arrays_shuffled", "of_input_context", "grain_by_state", "hugging_face"]
-TOGETHER_TOO += ["layers_with_state", "averages_of_replicas_between_steps", "callbacks"]
-TOGETHER_LONG = [
+TOGETHER_TOO = [
+    "arrays_shuffled", "of_input_context", "grain_by_state", "hugging_face",
+    "layers_with_state", "averages_of_replicas_between_steps", "callbacks",
     "grain_by_index", "grain_loader", "parquet",
     "repeated_with_steps", "filtered", "averages_of_schedule_free", "several_optimizers",
 ]  # fmt: skip
@@ -80,12 +78,12 @@ def assert_equal_to_the_undisturbed_run(result: dict[str, Any]) -> None:
     assert resumed["epoch"] == list(range(len(resumed["epoch"])))
 
 
-@pytest.mark.parametrize("name", cases(ALONE, [*ALONE_TOO, *ALONE_LONG]))
+@pytest.mark.parametrize("name", cases(ALONE, ALONE_TOO))
 def test_one_process_resumes_bit_for_bit(alone, name):
     assert_equal_to_the_undisturbed_run(alone[0][name])
 
 
-@pytest.mark.parametrize("name", cases(TOGETHER, [*TOGETHER_TOO, *TOGETHER_LONG]))
+@pytest.mark.parametrize("name", cases(TOGETHER, TOGETHER_TOO))
 def test_two_processes_resume_bit_for_bit(together, name):
     for worker in together:
         assert_equal_to_the_undisturbed_run(worker[name])

@@ -26,7 +26,7 @@ def fit_on_two_workers() -> tuple[Any, Any]:
 
 @pytest.fixture(
     scope="module",
-    params=["commands", pytest.param("daemons", marks=[pytest.mark.nightly])],
+    params=["commands", pytest.param("daemons", marks=pytest.mark.nightly)],
 )
 def slurm(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -14,8 +14,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
-from tests.helpers.slurm import NODES, OneMachine
+from tests.helpers.cluster import PROGRAMS
+from tests.helpers.slurm import NODES, OneMachine, environment
 
 COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 
@@ -34,9 +34,8 @@ class FakeSlurm(OneMachine):
                 f'#!/bin/sh\nexec {shlex.join([*self._script, name])} "$@"\n'
             )
             (bin_folder / name).chmod(0o755)
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TF_CONFIG"))}
-        self.env = {**environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH}
-        self.env["PATH"] = f"{bin_folder}{os.pathsep}{environ['PATH']}"
+        self.env = environment()
+        self.env["PATH"] = f"{bin_folder}{os.pathsep}{self.env['PATH']}"
         state = {"nodes": dict.fromkeys(NODES, "IDLE"), "jobs": {}}
         (folder / "queue.json").write_text(json.dumps(state))
 

@@ -65,6 +65,12 @@ NODES = ("127.0.0.1", "127.0.0.2")
 CPUS = 4  # of each node, whatever this machine has (config_overrides)
 
 
+def environment() -> dict[str, str]:
+    """The environment of Slurm's commands, in which no task of another job is running."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TF_CONFIG"))}
+    return {**environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH}
+
+
 class OneMachine:
     """Starts the daemons as children, and ends them.
 
@@ -78,9 +84,7 @@ class OneMachine:
         self._machines = machines
         self.nodes = NODES if machines is None else tuple(machines.addresses)
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TF_CONFIG"))}
-        self.env = {**environ, **ONE_THREAD, "SLURM_CONF": str(folder / "slurm.conf")}
-        self.env["PYTHONPATH"] = PYTHONPATH
+        self.env = {**environment(), "SLURM_CONF": str(folder / "slurm.conf")}
 
     def __enter__(self) -> OneMachine:
         ctld_port, first_port, second_port = free_ports(3)

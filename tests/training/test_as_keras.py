@@ -98,8 +98,7 @@ def test_a_pydataset_without_a_length_is_shuffled() -> None:
     assert len(history.epoch) == 2
 
 
-# Those of the first on two workers; `make nightly` has the others on two workers, and one on
-# two devices, where `make nightly` has all.
+# `make test` has the first ones on two workers; `make nightly` has the others, and all on devices.
 SCENARIOS = [
     "callbacks_see_an_ordinary_model",
     "orders_drawn_without_a_seed",
@@ -111,13 +110,6 @@ SCENARIOS = [
     "logs_computed_from_logs",
     "predictions_without_one_shape",
     "pipelines_that_keep_something",
-    "tasks_of_keras_hub",
-]
-ON_DEVICES = [
-    "replicas_keep_seeds_of_their_own",
-    "methods_of_the_class",
-    "a_fit_of_several_trainings",
-    "logs_computed_from_logs",
     "tasks_of_keras_hub",
 ]
 SCENARIOS_TOO = [
@@ -145,9 +137,6 @@ SCENARIOS_TOO = [
     "swapped_moving_averages_of_weights",
     "moving_averages_resumed_within_an_epoch",
 ]
-
-
-REST_ON_DEVICES = [name for name in [*SCENARIOS, *SCENARIOS_TOO] if name not in ON_DEVICES]
 
 
 pytestmark = pytest.mark.timeout(900)  # the fixtures run all scenarios that were chosen
@@ -195,7 +184,7 @@ def _assert_equal(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", cases([], [*ON_DEVICES, *REST_ON_DEVICES]))
+@pytest.mark.parametrize("name", cases([], [*SCENARIOS, *SCENARIOS_TOO]))
 def test_two_devices_do_as_keras_in_one_process(devices: dict[str, Any], name: str) -> None:
     assert not isinstance(devices["keras"][name], str), devices["keras"][name]
     _assert_equal(devices["tfmw"][name], devices["keras"][name])

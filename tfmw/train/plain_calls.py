@@ -81,7 +81,7 @@ def options(**settings: Any) -> Iterator[None]:
         with tfmw.options(backup_dir="/shared/run7", backup_every=500):
             model.fit(images, labels, epochs=5)
     """
-    known = [p.name for p in _parameters(calls.fit).values() if p.kind is p.KEYWORD_ONLY]
+    known = [p.name for p in _signature(calls.fit).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if unknown := sorted(settings.keys() - set(known)):
         raise UsageError(
             f"tfmw.options received {', '.join(unknown)}: expected arguments that tfmw.fit has and "
@@ -106,11 +106,11 @@ def plain_call(
     """
     if _is_of_this_task_alone(name):
         return own(model, *args, **kwargs)
-    passed = dict(inspect.signature(own).bind(model, *args, **kwargs).arguments)
+    passed = dict(_signature(own).bind(model, *args, **kwargs).arguments)
     del passed["self"]
     passed |= passed.pop("kwargs", {})
     function, settings = _FUNCTIONS[name], {**_of_command_line(), **_thread.settings}
-    settings = {k: v for k, v in settings.items() if k in _parameters(function)}
+    settings = {k: v for k, v in settings.items() if k in _signature(function).parameters}
     with model_methods.from_plain(model, name):
         if name != "fit" or not model.compiled:
             return function(model, **passed, **settings)
@@ -132,9 +132,7 @@ def _of_command_line() -> dict[str, Any]:
     return {"backup_dir": directory} if directory else {}
 
 
-@functools.cache
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
+_signature = functools.cache(inspect.signature)  # a batch may take less than a millisecond
 
 
 def _is_of_this_task_alone(name: str) -> bool:
