@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -69,6 +70,23 @@ def _temporary_files_are_pytest_s(tmp_path_factory: pytest.TempPathFactory) -> I
         patch.setattr(tempfile, "tempdir", folder)
         patch.setitem(os.environ, "TMPDIR", folder)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_seed_of_another_test() -> Iterator[None]:
+    """Each test starts without a global seed and without determinism, as a process does.
+
+    Which tests share a process depends on when their files are done: a seed that one of them leaves
+    would change others by chance.
+    """
+    yield
+    if "tensorflow" not in sys.modules:
+        return
+    import tensorflow as tf
+    from tensorflow.python.framework import config
+
+    tf.random.set_seed(None)
+    config.disable_op_determinism()
 
 
 @pytest.fixture(scope="session")

@@ -408,7 +408,6 @@ def test_an_unknown_form_of_states_is_noticed_and_passes_are_read_again(name: st
 
 @pytest.mark.usefixtures("unknown_states")
 def test_the_place_of_a_shuffle_in_an_unknown_state_is_refused_by_name() -> None:
-    tf.random.set_seed(None)  # of another test: shuffles would have seeds
     with pytest.raises(UsageError, match="keeps the place of a shuffle in a form that this"):
         ShuffleSeeds(shuffled())
     of_function = EpochIterator(
