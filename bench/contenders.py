@@ -22,6 +22,7 @@ from bench.works import EXAMPLES, WORKS, batches, examples, keras_network, torch
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+CORES = int(os.environ.get("BENCH_CORES", "1"))  # of this process
 WARM_UP = 2  # epochs
 
 
@@ -104,6 +105,13 @@ def stock_fit(name: str, epochs: int) -> list[float]:
     import keras
 
     return _fit(keras_network(name, keras).fit, keras, name, epochs)
+
+
+def all_cores(name: str, epochs: int) -> list[float]:
+    """Trains by Keras 3's own fit, in one process with the cores of all workers and their batch."""
+    import keras
+
+    return _fit(keras_network(name, keras).fit, keras, name, epochs, workers=CORES)
 
 
 def _multi_worker() -> Any:
@@ -190,7 +198,7 @@ CONTENDERS: dict[str, Callable[[str, int], list[float]]] = {
     f.__name__: f
     for f in (
         tfmw, alone, tfmw_bf16, tfmw_fp16, tfmw_xla, tfmw_xla_fp16,
-        stock_fit, legacy_fit, hand_loop, ddp, ddp_16_bit,
+        stock_fit, all_cores, legacy_fit, hand_loop, ddp, ddp_16_bit,
     )
 }  # fmt: skip
 
@@ -198,7 +206,8 @@ if __name__ == "__main__":
     contender, work_name, number = sys.argv[1:]
     # One core per worker, so that each further worker brings a core.
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[RANK % len(cores)]})
+    first = RANK % len(cores)
+    os.sched_setaffinity(0, cores[first : first + CORES])
     seconds = CONTENDERS[contender](work_name, int(number))
     if RANK == 0:
         print(json.dumps(seconds), flush=True)

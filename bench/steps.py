@@ -44,20 +44,20 @@ class Row:
 PLAN: dict[str, dict[int, list[str]]] = {
     "cnn": {
         1: ["tfmw", "stock_fit"],
-        2: ["tfmw", "alone", "legacy_fit", "ddp", "hand_loop", "tfmw_xla"],
+        2: ["tfmw", "all_cores", "alone", "legacy_fit", "ddp", "hand_loop", "tfmw_xla"],
     },
-    "small_cnn": {2: ["tfmw", "alone", "ddp"]},
+    "small_cnn": {2: ["tfmw", "all_cores", "alone", "ddp"]},
     "mlp": {
         1: ["tfmw", "stock_fit"],
         2: [
-            "tfmw", "alone", "legacy_fit", "hand_loop", "ddp",
+            "tfmw", "all_cores", "alone", "legacy_fit", "hand_loop", "ddp",
             "tfmw_bf16", "tfmw_fp16", "tfmw_xla", "tfmw_xla_fp16", "ddp_16_bit",
         ],
     },
-    "resnet50": {2: ["tfmw", "alone", "legacy_fit", "ddp"]},
+    "resnet50": {2: ["tfmw", "all_cores", "alone", "legacy_fit", "ddp"]},
     "transformer": {
         1: ["tfmw", "stock_fit"],
-        2: ["tfmw", "alone", "legacy_fit", "ddp", "tfmw_xla"],
+        2: ["tfmw", "all_cores", "alone", "legacy_fit", "ddp", "tfmw_xla"],
     },
 }  # fmt: skip
 # (work, workers, against) -> the ratio to reach.
@@ -76,6 +76,7 @@ ALWAYS = ("tfmw", "alone", "tfmw_xla")  # beside those of GOALS, where only thes
 PEERS = {
     "alone": "each worker alone, its part of the batch",
     "stock_fit": "Keras 3 `fit`",
+    "all_cores": "Keras 3 `fit`, one process with all cores",
     "legacy_fit": "tf_keras `fit`",
     "hand_loop": "hand-written loop",
     "ddp": "PyTorch DDP, gloo",
@@ -87,17 +88,20 @@ EPOCHS = {"cnn": 6, "small_cnn": 6, "mlp": 6, "resnet50": 5, "transformer": 6, "
 def run(contender: str, work: str, workers: int) -> list[float]:
     """Seconds of a step, per epoch, of one fresh set of processes."""
     command = ["bench.contenders", contender, work, str(EPOCHS[work])]
-    outputs = start(command, workers, through_tfmw=contender.startswith(("tfmw", "alone")))
+    cores = workers if contender == "all_cores" else 1
+    through_tfmw = contender.startswith(("tfmw", "alone"))
+    outputs = start(command, workers // cores, through_tfmw, cores)
     line = next(text for text in outputs[0].splitlines() if text.startswith("["))
     return [float(seconds) for seconds in json.loads(line)]
 
 
-def start(command: list[str], workers: int, through_tfmw: bool) -> list[str]:
-    """Output of each of a fresh set of processes of one thread.
+def start(command: list[str], workers: int, through_tfmw: bool, cores: int = 1) -> list[str]:
+    """Output of each of a fresh set of processes.
 
     Args:
         command: a module and its arguments.
         through_tfmw: whether `tfmw run` starts them.
+        cores: number of cores, and of threads of an operation, of each.
 
     Raises:
         RuntimeError: a process failed; the message is the end of its output.
@@ -115,8 +119,9 @@ def start(command: list[str], workers: int, through_tfmw: bool) -> list[str]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(ports[0]),
             "TF_CPP_MIN_LOG_LEVEL": "3",
-            "TF_NUM_INTRAOP_THREADS": "1",
-            "OMP_NUM_THREADS": "1",
+            "BENCH_CORES": str(cores),
+            "TF_NUM_INTRAOP_THREADS": str(cores),
+            "OMP_NUM_THREADS": str(cores),
         }
         if workers > 1:
             environ["TF_CONFIG"] = json.dumps(task)

@@ -1,10 +1,11 @@
-"""Rules of prose: `python docs/prose.py` checks pages, notebooks, docstrings, comments, messages.
+"""Rules of prose: `python docs/prose.py` checks docstrings, comments and messages.
 
-    docs/howto/gpus.md:12: 31 words in a sentence, at most 25: "..."
+    tfmw/data/seek.py:12: 31 words in a sentence, at most 25: "..."
 
 `make docs` runs it. It keeps the rules that a program can: sentences of at most 25 words, no noun
 clause as a subject or a title, and the field's words in place of the house's. The first line of a
-docstring is a noun phrase, or a verb with its object.
+docstring is a noun phrase, or a verb with its object. Pages and notebooks have no limit, so that a
+sentence can carry its reason; spelling and links are checked there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import ast
 import inspect
 import io
-import json
 import re
 import sys
 import tokenize
@@ -54,28 +54,6 @@ BANNED_IN_SOURCE = {
     rf"^({_PREPOSITIONS})\b(?!.*\b{_VERB}).*\.$": "has no verb",
 }
 """The same for docstrings and comments, which are checked by these rules, too."""
-
-# Pages that a program writes, and those of the past.
-WRITTEN = {
-    "docs/explain/examples.md",
-    "docs/explain/survey.md",
-    "CHANGELOG.md",
-    "docs/contribute/modules.md",
-}
-
-
-def pages() -> list[Path]:
-    """README, the other pages of the root, and docs/."""
-    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    return sorted(p for p in found if str(p.relative_to(ROOT)) not in WRITTEN)
-
-
-def cells() -> Iterator[tuple[Path, int, str]]:
-    """(notebook, number of the cell, text) of each cell in Markdown."""
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        for number, cell in enumerate(json.loads(path.read_text())["cells"], 1):
-            if cell["cell_type"] == "markdown":
-                yield path, number, "".join(cell["source"])
 
 
 def source_files() -> list[Path]:
@@ -197,9 +175,7 @@ def source_faults(text: str) -> Iterator[tuple[int, str]]:
 
 def main() -> int:
     """Prints all faults; returns the exit status."""
-    found = [(p, line, said) for p in pages() for line, said in faults(p.read_text())]
-    for path, n, text in [*messages(), *cells()]:
-        found += [(path, n, said) for _, said in faults(text)]
+    found = [(path, n, said) for path, n, text in messages() for _, said in faults(text)]
     for path in source_files():
         found += [(path, line, said) for line, said in source_faults(path.read_text())]
     for path, line, said in found:

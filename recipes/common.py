@@ -71,6 +71,8 @@ def run(main: Callable[[], None]) -> None:
             print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
             raise SystemExit(error.status) from error
 
+    for flag in FLAGS.get_key_flags_for_module(__name__):  # for --help, beside the recipe's own
+        FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     app.run(checked)
 
 

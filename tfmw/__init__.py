@@ -14,9 +14,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfmw import callbacks, data, engines, layers, strategies
+    from tfmw import callbacks, data, datasets, engines, layers, strategies
     from tfmw.cluster import Cluster
-    from tfmw.errors import ClusterError, TaskFailed, TfmwError, UsageError
+    from tfmw.errors import ClusterError, Preempted, TaskFailed, TfmwError, UsageError
     from tfmw.launcher.engines.submit import attach, jobs, launch, submit
     from tfmw.observe.progress import report_progress
     from tfmw.train.batch_calls import predict_on_batch, test_on_batch, train_on_batch
@@ -32,7 +32,7 @@ __version__ = "0.1.0"
 _SOURCES = {
     "tfmw.cluster": ("Cluster",),
     "tfmw.launcher.engines.submit": ("attach", "jobs", "launch", "submit"),
-    "tfmw.errors": ("ClusterError", "TaskFailed", "TfmwError", "UsageError"),
+    "tfmw.errors": ("ClusterError", "Preempted", "TaskFailed", "TfmwError", "UsageError"),
     "tfmw.train.plain_calls": ("options", "plain_call"),
     "tfmw.train.saved_model": ("export", "verify_export"),
     "tfmw.train.calls": ("evaluate", "fit", "predict"),
@@ -48,12 +48,14 @@ __all__ = [
     "ClusterError",
     "DiLoCo",
     "LocalSGD",
+    "Preempted",
     "TaskFailed",
     "TfmwError",
     "UsageError",
     "attach",
     "callbacks",
     "data",
+    "datasets",
     "engines",
     "evaluate",
     "export",

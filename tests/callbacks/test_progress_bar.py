@@ -112,7 +112,7 @@ def test_the_end_of_a_log_is_shown_without_notices(tmp_path):
     assert tail(log) == ()
 
 
-def played(steps_per_epoch, target, interval_s=10.0, seconds_per_step=0.5):
+def played(steps_per_epoch, target, interval_s=10.0, seconds_per_step=0.5, tracing=2):
     """The lines of two epochs, on a clock of our own."""
     out, now, examples = io.StringIO(), [0.0], [0]
     clock = functools.partial(now.__getitem__, 0)
@@ -122,7 +122,7 @@ def played(steps_per_epoch, target, interval_s=10.0, seconds_per_step=0.5):
     lines.on_train_begin()
     for epoch in (8, 9):
         lines.on_epoch_begin(epoch)
-        now[0] += 2 if epoch == 8 else 0  # tracing
+        now[0] += tracing if epoch == 8 else 0
         for step in range(steps_per_epoch):
             now[0] += seconds_per_step
             examples[0] += 640
@@ -131,6 +131,14 @@ def played(steps_per_epoch, target, interval_s=10.0, seconds_per_step=0.5):
         examples[0] += 1000
         lines.on_epoch_end(epoch, {"loss": 0.25, "accuracy": 1.0, "val_loss": 0.5})
     return out.getvalue().splitlines()
+
+
+def test_a_long_trace_is_shown_beside_the_rate_without_it():
+    lines = played(8, 8)
+    assert "2.0 steps/s |   1,280 examples/s | took 0:10 | " in lines[0]
+    long = played(8, 8, tracing=30)[-2:]
+    assert "2.0 steps/s |   1,280 examples/s | took 0:38, 0:30 to the first step | " in long[0]
+    assert "took 8.0 s | " in long[1]
 
 
 def test_one_aligned_line_per_interval():
@@ -273,7 +281,11 @@ def test_fit_evaluate_and_predict_write_lines(capsys):
     tfmw.evaluate(model, x, x[:, :1])
     tfmw.predict(model, x)
     out = capsys.readouterr().out
-    steps, seconds, loss = r" +[\d.]+ steps/s \|", r" took [\d.:]+( s)?", r" \| loss: [\d.e-]+"
+    steps, seconds, loss = (
+        r" +[\d.]+ steps/s \|",
+        r" took [\d.:]+( s)?(, [\d.:]+( s)? to the first step)?",
+        r" \| loss: [\d.e-]+",
+    )
     examples = r" +[\d,]+ examples/s \|"
     expected = [
         rf"train \| epoch 1/2 \| step 4/4 \|{steps}{examples}{seconds}{loss} \| val_loss: [\d.e-]+",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import re
 import signal
@@ -18,6 +17,7 @@ import pytest
 
 from tests.helpers.cluster import PROGRAMS, tfmw_command
 from tfmw.errors import PREEMPTED
+from tfmw.train.checkpoint.store import BackupStore
 from tfmw.train.saved_model import verify_export as verify
 
 pytestmark = pytest.mark.process
@@ -130,13 +130,13 @@ def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tm
 def assert_divided(done: Trained) -> None:
     """The last line divides the time of all attempts."""
     line = done.output.splitlines()[-1]
-    total = float(re.findall(r"^tfmw: goodput \d+ % of ([\d.]+) s: ", line)[0])
-    found = re.findall(r"[:,] ([a-z ]+) ([\d.]+) s", line)
+    total = float(re.findall(r"^tfmw: (?:goodput \d+ % of|took) ([\d.]+) s: ", line)[0])
+    found = re.findall(r"[:,] ([a-z -]+) ([\d.]+) s", line)
     parts = {name: float(seconds) for name, seconds in found}
     assert done.seconds_of_steps < total < done.seconds
     assert sum(parts.values()) == pytest.approx(total, abs=0.1 * len(parts))
     # TensorFlow has no clock for data where its operations are deterministic.
-    assert {"steps with their data", "validation", "start", "restarts"} <= set(parts)
+    assert {"training with its data", "validation", "start-up", "restarts"} <= set(parts)
 
 
 @pytest.mark.nightly
@@ -148,6 +148,13 @@ def test_follow_up_errors_of_a_lost_worker_are_only_in_the_log(tmp_path):
     done = train(tmp_path, lambda *_: None, *options, arguments=arguments)
     assert "tfmw: worker 1 failed" in done.output.splitlines()[-1]
     assert_only_in_logs(OF_THE_GONE, done, tmp_path / "logs")
+
+
+def assert_complete(directory: Path) -> None:
+    """The last backup of the run stays, for the same command and for more epochs."""
+    newest = BackupStore(directory).newest()
+    assert newest is not None
+    assert newest.record["done"]
 
 
 def assert_only_in_logs(said: str, done: Trained, logs: Path) -> None:
@@ -225,7 +232,7 @@ def test_chaos_many_kills_at_random_moments(undisturbed, tmp_path):
     assert_same(done, undisturbed)
     assert len(killed) == len(moments)
     assert done.restarts == len(moments)
-    assert os.listdir(tmp_path / "backup") == ["LOCK"]  # a run that is done needs none any more
+    assert_complete(tmp_path / "backup")
 
 
 @pytest.mark.nightly
@@ -250,7 +257,7 @@ def test_chaos_killed_in_steps_backups_validation_and_export(undisturbed, tmp_pa
     assert done.restarts == len(points)
     assert verify(export) == []
     assert [entry.name for entry in tmp_path.iterdir() if "export" in entry.name] == ["export"]
-    assert os.listdir(tmp_path / "backup") == ["LOCK"]
+    assert_complete(tmp_path / "backup")
 
 
 # ---------------------------------------------------------------- local SGD

@@ -33,10 +33,12 @@ from tests.helpers.backup_points import failing, lacking, watched
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tests.helpers.records import reseal
 from tfmw.cluster import membership
+from tfmw.cluster.cluster import MAX_RESTARTS
 from tfmw.cluster.group import Group
 from tfmw.compat import models
 from tfmw.errors import TfmwError, UsageError
 from tfmw.storage import disk
+from tfmw.train import plan
 from tfmw.train.checkpoint import compatibility, resume, state
 from tfmw.train.checkpoint.schedule import BackgroundWriter, Schedule
 from tfmw.train.checkpoint.store import BackupStore, Damaged, verify
@@ -1044,6 +1046,72 @@ def test_row_25_save_nan_continues(tmp_path):
     assert not all(np.isfinite(v).all() for v in newest.tensors().values() if v.dtype.kind == "f")
 
 
+def trained(folder: Path, epochs: int, **settings: Any) -> tuple[int, keras.Model, dict[str, Any]]:
+    """(steps made, model, history) of a program that trains from its beginning."""
+    keras.utils.set_random_seed(3)
+    model = dense_model()
+    steps: list[int] = []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(1))
+    x = np.arange(24, dtype=np.float32).reshape(8, 3) / 24
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
+    callbacks = [count, *settings.pop("callbacks", [])]
+    history = tfmw.fit(
+        model, data, epochs=epochs, verbose=0, backup_dir=folder, callbacks=callbacks, **settings
+    )
+    return len(steps), model, history.history
+
+
+def test_a_complete_run_says_so_and_goes_on_with_more_epochs(tmp_path, monkeypatch, capsys):
+    _, whole, all_epochs = trained(tmp_path / "whole", 3)
+    _, first, history = trained(tmp_path / "run", 2)
+    # The same command, in another process.
+    monkeypatch.setattr(resume, "identity", lambda: "another process")
+    steps, again, repeated = trained(tmp_path / "run", 2)
+    assert (steps, repeated) == (0, history)
+    for a, b in zip(first.get_weights(), again.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    said = f"complete: 2 epochs; delete {tmp_path}/run to train anew, or raise epochs= to train on"
+    assert said in capsys.readouterr().err
+    monkeypatch.setattr(resume, "identity", lambda: "a third one")
+    steps, longer, longer_history = trained(tmp_path / "run", 3)
+    assert (steps, longer_history) == (2, all_epochs)
+    for a, b in zip(whole.get_weights(), longer.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # A cell that is run again trains again.
+    assert trained(tmp_path / "run", 3)[0] == 6
+
+
+def test_a_run_that_has_stopped_early_is_complete(tmp_path, monkeypatch, capsys):
+    def stop() -> keras.callbacks.Callback:
+        return keras.callbacks.EarlyStopping("loss", patience=0, min_delta=9.0)
+
+    assert trained(tmp_path, 4, callbacks=[stop()])[0] == 4
+    monkeypatch.setattr(resume, "identity", lambda: "another process")
+    assert trained(tmp_path, 6, callbacks=[stop()])[0] == 0
+    assert (
+        f"complete: training stopped early; delete {tmp_path} to train anew\n"
+        in capsys.readouterr().err
+    )
+
+
+def test_restarts_without_backups_are_said_once(tmp_path, monkeypatch, caplog):
+    plan._warn_of_restarts.cache_clear()
+    monkeypatch.setenv(MAX_RESTARTS, "3")
+    trained(tmp_path, 1)
+    assert "this run may restart" not in caplog.text
+    for _ in range(2):
+        tfmw.fit(dense_model(), np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+    assert caplog.text.count("this run may restart, up to 3 times, and fit saves no backups") == 1
+
+
+def test_a_call_on_new_processes_is_complete_for_its_restarts_only(tmp_path, monkeypatch):
+    made = []
+    for call in ("caller/0", "caller/0", "caller/1", "another/0"):
+        monkeypatch.setenv(resume.CALL, call)
+        made.append(trained(tmp_path, 1)[0])
+    assert made == [2, 0, 2, 0]
+
+
 def test_backups_are_removed_at_exit_except_those_of_other_runs(tmp_path, monkeypatch):
     """A process that has finished must not remove what another run has written there since."""
     at_end: list[Any] = []
@@ -1051,7 +1119,8 @@ def test_backups_are_removed_at_exit_except_those_of_other_runs(tmp_path, monkey
     model = dense_model()
     x: np.ndarray = np.ones((4, 3), np.float32)
     for name in ("mine", "others"):
-        tfmw.fit(model, x, x[:, :1], verbose=0, backup_dir=tmp_path / name)
+        callback = tfmw.callbacks.BackupAndRestore(tmp_path / name, delete_checkpoint=True)
+        tfmw.fit(model, x, x[:, :1], verbose=0, callbacks=[callback])
     others = BackupStore(tmp_path / "others")
     newest = others.newest()
     assert newest is not None

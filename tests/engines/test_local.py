@@ -325,6 +325,46 @@ def test_a_signal_ends_the_workers_and_keeps_their_weights(number, arguments, sa
     assert "no child left" in output
 
 
+class DieOnce(keras.callbacks.Callback):
+    """Kills worker 1 of the first attempt in the middle of the second epoch."""
+
+    chief_only = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        first = os.environ["TFMW_ATTEMPT"] == "0"
+        if (
+            first
+            and os.environ["TFMW_TASK"] == "worker 1"
+            and self.model.optimizer.iterations == 10
+        ):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.process
+def test_fit_restarts_as_often_as_its_engine_allows(tmp_path, capfd):
+    data = tf.data.Dataset.from_tensor_slices((X[:56], Y[:56])).batch(8)
+    weights = []
+    for callbacks in ([], [DieOnce()]):
+        keras.utils.set_random_seed(5)
+        model = compiled(functional())
+        tfmw.fit(
+            model,
+            data,
+            epochs=3,
+            verbose=0,
+            callbacks=callbacks,
+            backup_dir=tmp_path / f"{len(callbacks)}",
+            backup_every=4,
+            workers=2 if callbacks else None,
+            on=tfmw.engines.Local(max_restarts=1) if callbacks else "local",
+        )
+        assert model.optimizer.iterations == 21
+        weights.append(model.get_weights())
+    assert "restart 1 of 1 at once: worker 1 failed" in capfd.readouterr().out
+    for alone, restarted in zip(*weights, strict=True):
+        np.testing.assert_allclose(alone, restarted, rtol=1e-4, atol=1e-6)
+
+
 def test_a_stopped_model_gets_the_backup_before_a_damaged_one(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     store = BackupStore(str(tmp_path))

@@ -57,7 +57,7 @@ def test_commands(tmp_path: Path) -> None:
     followed = shell(*options, "--follow", str(script), "--once")
     job_id, *lines = followed.splitlines()
     assert sorted(line.partition("] ")[2] for line in lines[:2]) == ["up --once"] * 2
-    assert lines[2].startswith("tfmw: goodput ")
+    assert lines[2].startswith(("tfmw: goodput ", "tfmw: took "))
     forever = shell(*options, str(script), "--forever").strip()
     job = tfmw.attach(forever, on=Local(directory=tmp_path))
     try:
@@ -71,7 +71,7 @@ def test_commands(tmp_path: Path) -> None:
         host = job.details()["hosts"][0]
         assert shown[0] == f"job {forever}: running, attempt 0"
         assert shown[2:4] == [f"worker {i} on {host} | step       3" for i in (0, 1)]
-        assert shown[4].startswith("goodput ")
+        assert shown[4].startswith(("goodput ", "took "))
         told = json.loads(shell("status", "--json", job_id, "--set", place))
         assert (told["job"], told["state"]) == (job_id, "done")
         assert shell("logs", job_id, "--set", place) == "".join(f"{line}\n" for line in lines)

@@ -207,7 +207,7 @@ REQUEUED = 'echo "$@" > "$(dirname "$0")/requeued"'
 
 
 def test_what_sbatch_is_asked_for() -> None:
-    engine = Slurm(partition="gpu", time="02:00:00", gpus_per_task=2, options=("--qos=high",))
+    engine = Slurm(partition="gpu", time="02:00:00", gpus_per_worker=2, options=("--qos=high",))
     named = ["--partition=gpu", "--time=02:00:00", "--qos=high"]
     one = ["--ntasks=4", "--cpus-per-task=1", "--gpus-per-task=2", *named]
     assert engine._options((4, 4)) == one

@@ -88,7 +88,7 @@ def test_what_is_reported_of_one_worker(tmp_path: Path, runtime: None) -> None:
     """Its map is slow, then its steps are; then it is stopped, and killed."""
     with started(tmp_path, "slow map") as run:
         text = until(lambda text: "for its input" in text, run)
-        data = r"^goodput .* steps .*; worker 1 waited [\d.]+ s for data$"
+        data = r"^(?:goodput|took) .* training .*; worker 1 waited [\d.]+ s for data$"
         until(lambda text: re.search(data, text, re.M), run)
         assert_documented("its input is slow", line_of(text, "is the slowest"))
         assert re.search(r"worker 1 \|.* own [\d.]+ ms/step \| input [\d.]+ \|", text)

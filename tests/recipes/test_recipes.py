@@ -251,3 +251,10 @@ def test_a_wrong_command_line_ends_with_status_2_and_no_traceback(environ, argum
     assert last.startswith("digits.py: ")
     assert argument.split("=")[0] in last
     assert "Traceback" not in err
+
+
+@pytest.mark.process
+def test_the_help_of_a_recipe_lists_its_flags(environ):
+    ((_, out, _),) = finish([start([ROOT / "recipes/images.py", "--help"], environ)])
+    assert "--epochs: Epochs over the training data." in out
+    assert "--image_dir: A folder of images for each class" in out

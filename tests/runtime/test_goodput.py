@@ -181,15 +181,19 @@ def of(at: float = 0.0, part: int = OTHER, **seconds: float) -> Division:
         ({"worker 0": Division((1.0,) * len(goodput.PARTS))}, None),  # no step
         (
             {"worker 0": of(steps=8.0, data=0.01, start=2.0)},
-            "goodput 80 % of 10.0 s: steps 8.0 s, start 2.0 s",
+            "took 10.0 s: training 8.0 s, start-up 2.0 s",
+        ),
+        (
+            {"worker 0": of(steps=80.0, data=0.01, start=20.0)},
+            "goodput 80 % of 100.0 s: training 80.0 s, start-up 20.0 s",
         ),
         (
             {"worker 0": of(steps=8.0, data=1.0), "worker 1": of(steps=5.0, data=4.0)},
-            "goodput 89 % of 9.0 s: steps 8.0 s, data 1.0 s; worker 1 waited 4.0 s for data",
+            "took 9.0 s: training 8.0 s, data 1.0 s; worker 1 waited 4.0 s for data",
         ),
         (
             {"chief": dataclasses.replace(of(steps=8.0, export=2.0), measured=0.0)},
-            "goodput 80 % of 10.0 s: steps with their data 8.0 s, export 2.0 s",
+            "took 10.0 s: training with its data 8.0 s, export 2.0 s",
         ),
     ],
 )

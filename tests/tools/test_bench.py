@@ -9,7 +9,7 @@ import re
 import pytest
 
 from bench.figures import Figure, history, record, slower
-from tests.helpers.cluster import tfmw_command
+from tests.helpers.cluster import PROGRAMS, tfmw_command
 from tfmw.cli.bench import PARTS, ROUND_S, Cost, report
 
 MEASURED = Cost(workers=2, compute=0.030, communication=0.012, input=0.0)
@@ -137,7 +137,8 @@ def test_steps_take_as_long_in_a_trace(tmp_path):
 @pytest.mark.parametrize(
     ("target", "said"),
     [("make", "expected FILE.py:FUNCTION"), ("/nowhere/a.py:make", "there is no file"),
-     ("nowhere_at_all:make", "there is no module")],
+     ("nowhere_at_all:make", "there is no module"),
+     (f"{PROGRAMS / 'print_cluster.py'}:made", "has no function 'made'")],
 )  # fmt: skip
 def test_wrong_target_raises_one_sentence(target, said):
     with tfmw_command("bench", target) as process:

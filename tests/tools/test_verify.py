@@ -66,9 +66,10 @@ def test_every_damaged_file_of_a_backup_is_found(backups: Path) -> None:
 
 def test_other_directories_are_not_called_intact(tmp_path: Path) -> None:
     assert problems_of(str(tmp_path)) == [
-        f"{tmp_path} contains neither an export of tfmw nor a backup."
+        f"not known: {tmp_path} contains neither an export of tfmw nor a backup."
     ]
-    assert problems_of(str(tmp_path / "gone")) == [f"{tmp_path / 'gone'} is not a directory."]
+    gone = str(tmp_path / "gone")
+    assert problems_of(gone) == [f"not found: {gone}: expected a backup_dir or an export_dir."]
 
 
 @pytest.mark.process

@@ -23,6 +23,7 @@ from tfmw.compat import model_methods
 from tfmw.errors import UsageError
 from tfmw.train import plain_calls
 from tfmw.train.checkpoint import resume
+from tfmw.train.checkpoint.store import BackupStore
 
 # ---- on workers --------------------------------------------------------------------------------
 
@@ -84,7 +85,8 @@ def test_a_plain_script_of_two_trainings_resumes_the_second(run_cluster, tmp_pat
     expected = by_keras("twice", tmp_path / "keras", ORDER=json.dumps(chief["order"]))
     assert_equal(chief["numbers"], expected)
     assert chief["numbers"] == other["numbers"]
-    assert list((tmp_path / "backups").iterdir()) == [], "the run has ended"
+    kept = [BackupStore(folder).newest() for folder in (tmp_path / "backups").iterdir()]
+    assert [backup is not None and backup.record["done"] for backup in kept] == [True, True]
 
 
 @pytest.mark.process
@@ -98,6 +100,7 @@ def test_a_plain_script_on_parameter_servers(run_cluster, tmp_path):
 def test_a_plain_script_that_divides_its_data_is_refused(run_cluster, tmp_path):
     run = run_cluster("plain_keras.py", "own_shard", str(tmp_path), status=2)
     assert "workers have different datasets: an array is" in run.output
+    assert "call keras.utils.set_random_seed(0)" in run.output
     assert "pass the same data on every worker" in run.output
     assert run.by_task == {}, "nobody trained"
 

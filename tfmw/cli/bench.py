@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import itertools
 import os
+import re
 import statistics
 import sys
 import time
@@ -153,6 +154,8 @@ def _split(target: str) -> tuple[str, str]:
     if where.endswith(".py"):
         if not Path(where).is_file():
             raise UsageError(f"there is no file {where!r}: expected FILE.py:FUNCTION.")
+        if not re.search(rf"\b{name}\b", Path(where).read_text(errors="replace")):
+            raise UsageError(f"{where} has no function {name!r}.")  # before its code runs
     elif importlib.util.find_spec(where.partition(".")[0]) is None:
         raise UsageError(f"there is no module {where!r}: expected MODULE:FUNCTION.")
     return where, name

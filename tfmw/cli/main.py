@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import os
 import re
@@ -183,9 +184,19 @@ def _main(argv: list[str]) -> int:
         argv = [argv[0], *own]
     elif argv[:1] == ["check"]:
         argv = list(map(_with_hyphens, argv))
-    options = parser.parse_args(argv, argparse.Namespace(program=program))
+    options, unknown = parser.parse_known_args(argv, argparse.Namespace(program=program))
+    if unknown:
+        raise UsageError(_unknown_option(unknown[0], argv[0], commands.choices[argv[0]]))
     exit_status: int = options.main(options)
     return exit_status
+
+
+def _unknown_option(given: str, command: str, parser: argparse.ArgumentParser) -> str:
+    """Sentence on an argument that a command does not take, with the option of a similar name."""
+    name = given.partition("=")[0]
+    similar = difflib.get_close_matches(name, parser._option_string_actions, 1)
+    meant = f" Did you mean {similar[0]}?" if similar else ""
+    return f"tfmw {command} does not take {name}.{meant} See tfmw {command} --help."
 
 
 def _env(options: argparse.Namespace) -> int:

@@ -70,7 +70,7 @@ def verify(paths: Sequence[str]) -> int:
     for path in paths:
         problems = problems_of(path)
         for problem in problems:
-            print(f"damaged: {problem}")
+            print(problem)
         if problems:
             status = 1
         else:
@@ -90,10 +90,10 @@ def problems_of(path: str) -> list[str]:
     from tfmw.train.saved_model import MANIFEST, verify_export
 
     if not tf.io.gfile.isdir(path):
-        return [f"{path} is not a directory."]
+        return [f"not found: {path}: expected a backup_dir or an export_dir."]
     names = [name.rstrip("/") for name in tf.io.gfile.listdir(path)]
     if MANIFEST in names or "saved_model.pb" in names:
-        return verify_export(path)
+        return [f"damaged: {problem}" for problem in verify_export(path)]
     if any(name.startswith("step_") for name in [*names, os.path.basename(path.rstrip("/"))]):
-        return store.verify(path)
-    return [f"{path} contains neither an export of tfmw nor a backup."]
+        return [f"damaged: {problem}" for problem in store.verify(path)]
+    return [f"not known: {path} contains neither an export of tfmw nor a backup."]

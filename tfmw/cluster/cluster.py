@@ -39,6 +39,9 @@ TOKEN = "TFMW_TOKEN"
 ROUNDS, MEMBER, MEMBERS = "TFMW_ROUNDS", "TFMW_MEMBER", "TFMW_MEMBERS"
 """Variables of a member of elastic rounds: HOST:PORT of the server, rank, number of members."""
 
+MAX_RESTARTS = "TFMW_MAX_RESTARTS"
+"""Variable with the number of restarts that the launcher allows."""
+
 KERAS, BACKUP_DIR = "TFMW_KERAS", "TFMW_BACKUP_DIR"
 """Variables for scripts of plain Keras: "on" or "off", whether Keras's methods are tfmw's; the
 directory of their backups."""

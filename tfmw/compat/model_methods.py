@@ -142,12 +142,13 @@ def _whole(save: Callable[..., Any], is_chief: bool) -> Callable[..., Any]:
         chosen = _now.saves_on_all_workers
         by_chief = chosen is False or (writes_directory and chosen is None and _now.plain)
         if by_chief and not is_chief:
-            warnings.warn(
-                f"tfmw: model.{save.__name__}({str(filepath)!r}) on a worker that is not the "
-                "chief: nothing is written here, the chief writes it. A callback with "
-                "chief_only = False writes on every worker.",
-                stacklevel=2,
-            )
+            if chosen is False:  # a plain script has only this way to write a directory once
+                warnings.warn(
+                    f"tfmw: model.{save.__name__}({str(filepath)!r}) on a worker that is not the "
+                    "chief: nothing is written here, the chief writes it. A callback with "
+                    "chief_only = False writes on every worker.",
+                    stacklevel=2,
+                )
             return None
         path = str(filepath)
         # Keras refuses other endings, and asks before it overwrites; other options write more than

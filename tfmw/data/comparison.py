@@ -59,9 +59,9 @@ def refuse_different(x: Any, gather: Callable[[Any], list[Any]]) -> None:
             raise UsageError(
                 f"workers have different datasets: {difference[0]} on worker 0, {difference[1]} on "
                 f"worker {rank}. tfmw divides one global dataset, so examples would be lost: pass "
-                "the same data on every worker (no .shard(), the same files and random numbers). "
-                "Or pass a callable of a tf.distribute.InputContext that returns the pipeline of "
-                "one worker."
+                "the same data on every worker, without .shard(). If it is drawn at random, call "
+                "keras.utils.set_random_seed(0) at the top of the script. Or pass a callable of a "
+                "tf.distribute.InputContext that returns the pipeline of one worker."
             )
 
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tfmw.cluster.cluster import MEMBER
+from tfmw.cluster.cluster import MAX_RESTARTS, MEMBER
 from tfmw.cluster.signals import Signals
 from tfmw.cluster.sockets import reserved_ports
 from tfmw.errors import PREEMPTED, UsageError
@@ -118,7 +118,7 @@ class Attempt:
         self._env = {
             **self.context.env,
             "TFMW_ATTEMPT": str(self.number),
-            "TFMW_MAX_RESTARTS": str(self._options.max_restarts),
+            MAX_RESTARTS: str(self._options.max_restarts),
             ATTEMPT_MARK: secrets.token_hex(8),
         }
         self.context.spawner.tell_reaper(mark=self._env[ATTEMPT_MARK])

@@ -225,6 +225,8 @@ class _LocalAttempts:
 
     def judged(self, outcome: AttemptOutcome, decision: Decision) -> None:
         self._tasks = [t for t in self._tasks if t[0] != "worker" or t[1] < decision.workers]
+        if decision.restart and self.last is not None:
+            self.last.results()  # closes their files: those of the next attempt count
 
     def notify(self, text: str) -> None:
         if not self.context.display.broken:

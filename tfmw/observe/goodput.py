@@ -3,7 +3,7 @@
     with phase("validation"): ...    # in a task: counts as validation, except for inner phases
     moved("data", 0.31)              # moves time of the current part, if that is known only later
     trains_from(1200)                # a training begins or resumes; report_progress counts steps
-    line({"worker 0": division()})   # "goodput 81 % of 124.3 s: steps 100.7 s, data 3.1 s, ..."
+    line({"worker 0": division()})   # "goodput 81 % of 124.3 s: training 100.7 s, data 3.1 s, ..."
 
 A task stores its division in its progress file, which outlives the task. The next attempt's task
 begins with it, and counts the time since then as "restarts". Each instant counts once: for the
@@ -36,6 +36,8 @@ STEPS, DATA, START, RESTARTS, OTHER = map(
 )
 
 _SHOWN_S = 0.05  # parts that took less are not shown
+_SHORT_S = 60.0  # the goodput of a run that took less tells how long TensorFlow's import took
+_SHOWN_AS = {"steps": "training", "start": "start-up"}
 _WAITS_LONGER = 0.01  # fraction of the run that a worker must have waited longer to be named
 
 
@@ -101,7 +103,7 @@ class Division:
 
 
 def line(by_task: Mapping[str, Division]) -> str | None:
-    """One line about a run; None if it has made no step.
+    """One line about a run, with its goodput if it took a minute; None if it has made no step.
 
     Args:
         by_task: the divisions of the tasks that train; the first one is shown.
@@ -110,13 +112,14 @@ def line(by_task: Mapping[str, Division]) -> str | None:
     total = sum(first.seconds)
     if not first.steps or not total:
         return None
-    names = {} if first.measured else {"steps": "steps with their data"}
+    names = _SHOWN_AS if first.measured else {**_SHOWN_AS, "steps": "training with its data"}
     shown = [
         f"{names.get(part, part)} {seconds:.1f} s"
         for part, seconds in first.by_part().items()
         if seconds >= _SHOWN_S
     ]
-    text = f"goodput {100 * first.goodput():.0f} % of {total:.1f} s: {', '.join(shown)}"
+    goodput = f"goodput {100 * first.goodput():.0f} % of" if total >= _SHORT_S else "took"
+    text = f"{goodput} {total:.1f} s: {', '.join(shown)}"
     slowest = max(by_task, key=lambda task: by_task[task].seconds[DATA])
     waited = by_task[slowest].seconds[DATA]
     if waited < first.seconds[DATA] + _WAITS_LONGER * total:

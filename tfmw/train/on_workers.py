@@ -16,6 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import os
 import pickle
 import re
@@ -50,10 +51,12 @@ from tfmw.train import pickling
 from tfmw.train.arguments import FitArguments
 from tfmw.train.callbacks.roles import BackupAndRestore, TemporaryBackup, without_backup
 from tfmw.train.checkpoint import state
+from tfmw.train.checkpoint.resume import CALL, identity
 from tfmw.train.checkpoint.store import BackupStore
 from tfmw.train.local_sgd import round_server
 
 _ELASTIC_RESTARTS = 100
+_numbers = itertools.count()  # of calls
 _BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
 _BACKUP_OF_JOB_EVERY = "10 s"  # each backup is sent to the job's controller
 
@@ -150,7 +153,7 @@ def _fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
     if isinstance(model, keras.Model):
         _build(arguments)
     if here:
-        chief = _train_here(fit, sent, workers)
+        chief = _train_here(fit, sent, workers, engine.max_restarts)
     else:
         chief = _train_on_engine(fit, sent, workers, engine)
     history = keras.callbacks.History()
@@ -163,7 +166,9 @@ def _fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
     return chief.get("result", history)
 
 
-def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Any) -> dict[str, Any]:
+def _train_here(
+    fit: Callable[..., Any], sent: FitArguments, workers: Any, max_restarts: int
+) -> dict[str, Any]:
     """Trains on processes of this machine; returns the chief's result."""
     asked, elastic = sent.backup, sent.sync is not None and sent.sync.elastic
     with contextlib.ExitStack() as stack:
@@ -177,8 +182,9 @@ def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Any) -> di
                 _packed(fit, _with(sent, backup)),
                 workers,
                 rounds=round_server.__name__ if elastic else "",
-                max_restarts=_ELASTIC_RESTARTS if elastic else 0,
+                max_restarts=_ELASTIC_RESTARTS if elastic else max_restarts,
                 scratch=folder,
+                env=_call(),
             )
         except (KeyboardInterrupt, Preempted) as stopped:
             _restore_newest_backup(sent.model, backup.backup_dir)
@@ -187,6 +193,11 @@ def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Any) -> di
             print("without backup_dir= the same command starts anew", flush=True)
             raise SystemExit(128 + signal.SIGTERM) from None
     return chief
+
+
+def _call() -> dict[str, str]:
+    """The identity of a call, for its processes: a restart of them is no other call."""
+    return {CALL: f"{identity()}/{next(_numbers)}"}
 
 
 def _with(sent: FitArguments, backup: BackupAndRestore) -> FitArguments:
@@ -214,6 +225,7 @@ def _train_on_engine(
         engine.max_restarts,
         live=is_watched(sys.stdout),
         directories=directories,
+        env=_call(),
     )
     with submit.held(submitted) as job:
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import keras
 
 from tfmw import data
 from tfmw.cluster import membership
+from tfmw.cluster.cluster import MAX_RESTARTS
 from tfmw.compat.model_methods import is_overridden
 from tfmw.errors import UsageError
 from tfmw.train import strategies
@@ -38,6 +40,8 @@ from tfmw.train.mirrored.one_pass import validate_as_user, validate_here
 from tfmw.train.mirrored.sync_training import MirroredTraining
 from tfmw.train.mirrored.synchronization import EachStep
 from tfmw.train.parameter_server.ps_training import ParameterServerTraining
+
+logger = logging.getLogger("tfmw")
 
 Training = MirroredTraining | ParameterServerTraining
 
@@ -83,6 +87,7 @@ class Plan:
             training = self._training(context, backups)
             self._require_same(context, training)
             backups.restore(context.model, training.batch_size or arguments.batch_size)
+            backups.report_done(arguments.epochs)
             callback_list = context.callback_list(
                 without_backup(arguments.callbacks)[0],
                 training,
@@ -107,6 +112,8 @@ class Plan:
             with entered as member:
                 yield member
             return
+        if self._arguments.backup is None and self._context.group.is_chief:
+            _warn_of_restarts(os.environ.get(MAX_RESTARTS, "0"))
         with Backups(self._context.group, self._arguments.backup) as backups:
             yield self._context, backups
 
@@ -200,3 +207,13 @@ def _kind(on_servers: bool, is_local: bool) -> str:
     if on_servers:
         return "a training on parameter servers"
     return "a training with sync=" if is_local else "a synchronous training"
+
+
+@functools.cache  # a script may call fit often
+def _warn_of_restarts(allowed: str) -> None:
+    if allowed != "0":
+        logger.warning(
+            "this run may restart, up to %s times, and fit saves no backups: each restart trains "
+            "from the start. Add backup_dir= to the call, or --backup-dir to tfmw run.",
+            allowed,
+        )

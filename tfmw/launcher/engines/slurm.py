@@ -91,7 +91,7 @@ class Slurm(FolderEngine):
         account: account that is charged.
         nodes: number of nodes; by default as Slurm decides.
         cpus_per_task: CPUs of each task.
-        gpus_per_task: GPUs of each task; Slurm sets CUDA_VISIBLE_DEVICES.
+        gpus_per_worker: GPUs of each worker; Slurm sets CUDA_VISIBLE_DEVICES.
         options: further options of sbatch, such as ("--qos=high", "--exclusive").
         setup: lines of the batch script before the tasks start, such as "module load cuda".
         python: the interpreter on the nodes; by default this process's.
@@ -104,7 +104,7 @@ class Slurm(FolderEngine):
     account: str | None = None
     nodes: int | None = None
     cpus_per_task: int = 1
-    gpus_per_task: int = 0
+    gpus_per_worker: int = 0
     options: tuple[str, ...] = ()
     setup: str = ""
     python: str = sys.executable
@@ -168,8 +168,8 @@ class Slurm(FolderEngine):
             size = [f"--ntasks={most}", *([f"--nodes={self.nodes}"] if self.nodes else [])]
             gpus = "--gpus-per-task"
         size.append(f"--cpus-per-task={self.cpus_per_task}")
-        if self.gpus_per_task:
-            size.append(f"{gpus}={self.gpus_per_task}")
+        if self.gpus_per_worker:
+            size.append(f"{gpus}={self.gpus_per_worker}")
         named = {"partition": self.partition, "time": self.time, "account": self.account}
         return [*size, *(f"--{k}={v}" for k, v in named.items() if v), *self.options]
 

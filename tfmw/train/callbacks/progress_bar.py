@@ -22,6 +22,7 @@ import keras
 from tfmw.launcher.output import is_watched
 
 INTERVAL_S = 10.0
+_LONG_START = 0.5  # part of an epoch that its first step, with tracing, must take to be shown
 """Seconds between two lines within an epoch."""
 
 _BAR = keras.utils.Progbar(target=None).width
@@ -189,16 +190,22 @@ class Lines(_Progress):
     def _begin(self, what: str, epoch: int = 0) -> None:
         super()._begin(what)
         self.progbar = self
-        self._what, self._epoch, self._steps = what, epoch, 0
-        self._began = self._shown = self._throughput.clock()
+        self._what, self._epoch, self._steps, self._calls = what, epoch, 0, 0
+        self._began = self._first = self._shown = self._throughput.clock()
 
     def update(self, steps: int, values: Any = None, finalize: bool = False) -> None:
         """Prints a line if it is due; Keras's logger calls it in place of its bar's `update`."""
         now = self._throughput.clock()
         if finalize:
-            self._print(f"took {_clock_face(now - self._began)}", values)
+            took = f"took {_clock_face(now - self._began)}"
+            long = self._first - self._began > _LONG_START * (now - self._began)
+            if long and self._calls > 1:
+                took += f", {_clock_face(self._first - self._began)} to the first step"
+            self._print(took, values)
             return
-        self._steps = steps
+        if not self._calls:
+            self._first = now
+        self._steps, self._calls = steps, self._calls + 1
         self._throughput.update(steps)
         if now - self._shown >= self._interval_s and steps != self.target:
             self._shown = now

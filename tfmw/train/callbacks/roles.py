@@ -107,14 +107,16 @@ class BackupAndRestore(keras.callbacks.Callback):
     """Backs up the run, and resumes an interrupted run at the exact step.
 
     It has the arguments of Keras's callback of the same name, and also works on several workers and
-    in the middle of an epoch.
+    in the middle of an epoch. The backups of a complete run stay: the same command then trains
+    nothing and returns the history, and a larger `epochs=` trains on.
 
     Args:
         backup_dir: a directory of this run alone; local, or a URL that `tf.io.gfile` opens.
         save_freq: "epoch", a number of steps, "continuous", or a time such as "10 s" (see
             `tfmw.fit`).
         double_checkpoint: accepted for compatibility with Keras; two backups are always kept.
-        delete_checkpoint: whether backups are removed when the process ends without an error.
+        delete_checkpoint: whether backups are removed when the process ends without an error, as
+            with Keras's callback.
         save_nan: whether weights that are not finite may be saved. Otherwise a loss that is not
             finite ends the run. So do such weights at the next backup, even if the loss is
             finite. The previous backup is kept.
@@ -128,7 +130,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         backup_dir: str | os.PathLike[str],
         save_freq: Any = "epoch",
         double_checkpoint: bool = False,
-        delete_checkpoint: bool = True,
+        delete_checkpoint: bool = False,
         *,
         save_nan: bool = False,
     ):
@@ -147,7 +149,7 @@ class TemporaryBackup(BackupAndRestore):
     """
 
     def __init__(self, backup_dir: str | os.PathLike[str], save_freq: str):
-        super().__init__(backup_dir, save_freq, save_nan=True)
+        super().__init__(backup_dir, save_freq, delete_checkpoint=True, save_nan=True)
 
 
 def without_backup(callbacks: Any) -> tuple[list[Any], BackupAndRestore | None]:

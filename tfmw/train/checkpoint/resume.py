@@ -34,6 +34,7 @@ from tfmw.cluster.versions import common_versions
 from tfmw.compat import models
 from tfmw.data.random_state import restore_random_state
 from tfmw.errors import Preempted, TfmwError, UsageError, first_line
+from tfmw.launcher.output import say
 from tfmw.storage import directories, disk, fence
 from tfmw.tables.files import NotFinite
 from tfmw.tables.table import is_table
@@ -53,10 +54,26 @@ PythonState = tuple[dict[str, Any], dict[str, Any]]
 """(entries of a record: states of callbacks and random generators; arrays of callbacks by name)."""
 
 
+CALL = "TFMW_CALL"
+"""Variable of the processes of one call with `workers=`: the caller's identity, "/", its number."""
+
+
 @functools.cache
-def _run() -> str:
-    """Identity of this process's backups; first called when it trains."""
+def identity() -> str:
+    """Identity of this process; first called when it trains."""
     return f"{os.getpid()}-{time.time_ns()}"
+
+
+def _run() -> str:
+    """Identity of the backups of this process, or of the call for which it trains."""
+    return os.environ.get(CALL) or identity()
+
+
+def _is_of_earlier_fit(run: str) -> bool:
+    """Whether a complete run was another call of the program that calls now, and not a restart."""
+    caller, slash, _ = run.partition("/")
+    same = caller == _run().partition("/")[0]
+    return same and (not slash or run != _run())
 
 
 class Backups:
@@ -137,10 +154,10 @@ class Backups:
         return record
 
     def _read(self, backup: Backup) -> dict[str, Any] | None:
-        if backup.record["done"] and backup.record["run"] == _run():
-            return None  # an earlier fit of this process, which has ended
+        if backup.record["done"] and _is_of_earlier_fit(backup.record["run"]):
+            return None
         self.tensors = backup.tensors(servers=len(membership.current_cluster().ps))
-        logger.warning("restored step %d from %s", backup.step, backup.path)
+        say(f"tfmw: restored step {backup.step} from {backup.path}")
         return backup.record
 
     def _install_signals(self) -> None:
@@ -162,6 +179,15 @@ class Backups:
         if found is None or not found["done"]:
             return False
         return bool(found["stopped"] or found["epoch"] >= epochs)
+
+    def report_done(self, epochs: int) -> None:
+        """Logs, on the chief, that nothing remains to train, and what trains on or anew."""
+        if self.record is None or not self._group.is_chief or not self.is_done(epochs):
+            return
+        stopped, done = self.record["stopped"], self.record["epoch"]
+        what = "training stopped early" if stopped else f"{done} epoch{'s' if done > 1 else ''}"
+        longer = "" if stopped else ", or raise epochs= to train on"
+        say(f"tfmw: complete: {what}; delete {self.path} to train anew{longer}")
 
     # ------------------------------------------------------------ restore
 
@@ -397,7 +423,7 @@ class Backups:
         )
 
     def finished(self) -> None:
-        """Records in the last backup that the run is complete; a successful exit removes it.
+        """Records in the last backup that the run is complete; a successful exit may remove it.
 
         Raises:
             TfmwError: a weight is not finite at the end of the run.
