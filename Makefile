@@ -13,6 +13,8 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV   := $(VENV)/.installed-dev
+# make docs alone installs what the site needs; the tests need more, which includes it.
+DOCS  := $(if $(wildcard $(DEV)),$(DEV),$(VENV)/.installed-docs)
 
 # The first Python that TensorFlow has wheels for; `make PYTHON=/path/to/python` overrides it.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -42,6 +44,10 @@ $(DEV): $(STAMP)
 	@echo "Installing what tests and documentation need into $(VENV) (some minutes, once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --editable '.[dev,docs,engines,trackers]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@
 
 demo: $(STAMP)
@@ -154,7 +160,7 @@ package: $(DEV)
 	@$(BIN)/python -m tests.package
 
 # The site. A broken link, a public name without a docstring, or a fault of the prose is an error.
-docs: $(DEV)
+docs: $(DOCS)
 	@$(BIN)/codespell --skip '*.svg,*.json,*.ipynb' *.md docs tfmw recipes
 	@$(BIN)/python docs/prose.py
 	@$(QUIET) $(BIN)/python -m sphinx -c docs -E -W --keep-going --quiet . build/docs $(WITHOUT_NOTICES)

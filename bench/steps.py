@@ -72,7 +72,12 @@ GOALS = {
     ("transformer", 2, "ddp"): 0.75,
     ("resnet50", 2, "ddp"): 0.45,
 }
-ALWAYS = ("tfmw", "alone", "tfmw_xla")  # beside those of GOALS, where only these are measured
+ALWAYS = (
+    "tfmw",
+    "all_cores",
+    "alone",
+    "tfmw_xla",
+)  # beside those of GOALS, where only these are measured
 PEERS = {
     "alone": "each worker alone, its part of the batch",
     "stock_fit": "Keras 3 `fit`",

@@ -44,6 +44,8 @@ navigation = {
         "docs/start/concepts",
         "docs/start/choose-a-strategy",
         "docs/howto/faq",
+    ],
+    "Notebooks": [
         "notebooks/first_fit",
         "notebooks/many_workers",
         "notebooks/data_from_files",
@@ -146,6 +148,7 @@ navigation = {
         "docs/explain/security-model",
         "docs/explain/gradient-all-reduce",
         "docs/explain/benchmarks",
+        "docs/explain/comparison",
     ],
     "Contribute": [
         "CONTRIBUTING",

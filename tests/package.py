@@ -45,7 +45,7 @@ def main() -> None:
             "pytest",
             "-q",
             "-m",
-            "not slow and not thorough and not long",
+            "not nightly",
             *TESTS,
         ],
         unpacked,

@@ -240,7 +240,9 @@ def make_model_and_dataset():
 def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command as a reader types it, beside this repository's files and a `train.py`."""
     (program,) = blocks("README.md")
-    body = program.replace("epochs=5)", "epochs=5, backup_dir=BACKUP)")
+    fit = "history = model.fit(dataset, epochs=5)"
+    assert fit in program
+    body = program.replace(fit, f"with tfmw.options(backup_dir=BACKUP):\n    {fit}")
     (folder / "train.py").write_text(
         "import keras\nimport tfmw\nfrom tfmw import datasets\n"
         f"{TRAIN}\nBACKUP = sys.argv[2] if len(sys.argv) > 2 else None\n"

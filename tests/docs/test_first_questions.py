@@ -15,7 +15,7 @@ QUESTIONS = {  # question: (page, words of the answer)
         "docs/start/install.md",
         "Linux, Python 3.11 to 3.13",
     ),
-    "How do I change my script?": ("README.md", "history = tfmw.fit(model, dataset, epochs=5)"),
+    "How do I change my script?": ("README.md", "+history = tfmw.fit(model, dataset, epochs=5)"),
     "Does it run on my two GPUs?": (
         "docs/howto/gpus.md",
         "one process, all GPUs of this machine",
@@ -37,6 +37,22 @@ QUESTIONS = {  # question: (page, words of the answer)
     "It hangs.": ("docs/howto/debug-hangs.md", "tfmw status"),
     "How do I serve the model?": ("docs/howto/export.md", "tf.saved_model.load"),
     "Is it safe on my network?": ("docs/explain/security-model.md", "no authentication"),
+    "Is it faster than model.fit on my laptop?": ("README.md", "one plain Keras process uses all"),
+    "Can my script stay as it is?": (
+        "docs/howto/keras-scripts.md",
+        "tfmw run --workers 2 train.py",
+    ),
+    "Where are my checkpoints?": ("docs/howto/faq.md", "as `step_000000001200`"),
+    "How large are they?": ("docs/howto/faq.md", "with Adam three times the size"),
+    "How do I keep the best model?": ("docs/howto/faq.md", "save_best_only=True"),
+    "Why does the same command train nothing?": ("docs/howto/faq.md", "complete: 5 epochs; delete"),
+    "How do I debug with pdb?": ("docs/howto/faq.md", "python -m pdb train.py"),
+    "What do I do on a Mac?": ("README.md", "docker run -it"),
+    "How do I start 16 hosts?": ("docs/howto/faq.md", 'ssh "$host"'),
+    "Do my machines have to be equal?": ("docs/howto/faq.md", "when the slowest worker has done"),
+    "Do pandas and generators work?": ("docs/howto/faq.md", "frame[columns].to_numpy()"),
+    "How do I use it in a notebook?": ("docs/howto/notebooks.md", "workers=2"),
+    "Which learning rate do I use?": ("docs/howto/faq.md", "the global batch"),
 }
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from tests.helpers.cluster import PROGRAMS
 from tfmw.cli.main import main
-from tfmw.launcher.hosts.launch import backup_dir_of
+from tfmw.cluster.cluster import BACKUP_DIR
+from tfmw.launcher.hosts.launch import backup_dir_of, rendezvous_of
 
 HOSTS = "127.0.0.1:7001,198.51.100.2"  # the second is for documentation (RFC 5737)
 SUPERVISED = ["--hosts", HOSTS, "--max-restarts", "2", "--rendezvous", "dir:build/supervisors"]
@@ -63,6 +64,12 @@ def test_wrong_use(
 )
 def test_the_lock_is_in_the_backups_directory(argv: list[str], found: str | None) -> None:
     assert backup_dir_of(argv) == found
+
+
+def test_the_lock_is_in_the_backups_of_a_plain_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BACKUP_DIR, "/shared/run7")
+    assert rendezvous_of(["train.py"]) == "dir:/shared/run7/supervisors"
+    assert rendezvous_of(["train.py", "--backup_dir=/own"]) == "dir:/own/supervisors"
 
 
 def test_a_token_is_long_and_new_each_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from bench.figures import Figure, history, record, slower
 from tests.helpers.cluster import PROGRAMS, tfmw_command
-from tfmw.cli.bench import PARTS, ROUND_S, Cost, report
+from tfmw.cli.bench import PARTS, ROUND_S, Cost, beside_keras, report
 
 MEASURED = Cost(workers=2, compute=0.030, communication=0.012, input=0.0)
 
@@ -27,6 +27,15 @@ def test_report_names_the_bound_and_the_remedy():
     text = report(MEASURED, 128, 2_500_000)
     assert "global batch 128: 3,048 examples/s" in text
     assert "bound by compute: more workers share the work" in text
+
+
+def test_the_last_line_says_whether_workers_pay():
+    faster = beside_keras(MEASURED, 0.063)
+    assert faster.endswith(
+        "takes 63.00 ms for such a step: 2 workers of this machine are 1.50 times as fast"
+    )
+    slower = beside_keras(MEASURED, 0.021)
+    assert "and is 2.00 times as fast: on this machine alone, more processes do not pay" in slower
 
 
 def test_rounds_are_proposed_where_they_take_less_time():
@@ -78,6 +87,7 @@ def test_the_command_on_two_workers(tmp_path):
     }
     assert parts["step"] == pytest.approx(sum(parts.get(name, 0.0) for name in PARTS), abs=0.03)
     assert parts["communication"] > 0, output
+    assert re.search(r"one plain Keras process with all cores takes [\d.]+ ms", output)
     assert "the weights are updated sharded over 2 workers" in output
     assert parts["update"] > 0
     assert re.search(r"^worker 1 is the slowest: \d+ ms of a step before its", output, re.MULTILINE)

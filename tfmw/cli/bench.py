@@ -2,14 +2,16 @@
 
 The time of a part is the time that a step saves without it. `tfmw.fit` runs complete, then without
 reducing gradients, then also with one batch that stays in memory. At last each worker runs alone,
-with its own shard of that batch.
+with its own shard of that batch. Keras's own `fit`, in one process with all cores, is the measure.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
+import inspect
 import itertools
 import os
 import re
@@ -136,7 +138,20 @@ def main(target: str, workers: int, steps: int) -> int:
     slowest = straggler({f"worker {rank}": made for rank, (*_, made) in enumerate(measured)})
     if slowest is not None:
         print(slowest)
+    print(beside_keras(cost, launch(measure_keras, (target, steps), 1)[0]))
     return 0
+
+
+def beside_keras(cost: Cost, keras_s: float) -> str:
+    """Line that says whether the workers are faster than Keras in one process with all cores."""
+    ratio = keras_s / cost.step
+    about = f"one plain Keras process with all cores takes {1000 * keras_s:.2f} ms for such a step"
+    if ratio > 1:
+        return f"{about}: {cost.workers} workers of this machine are {ratio:.2f} times as fast"
+    return (
+        f"{about}, and is {1 / ratio:.2f} times as fast: on this machine alone, more processes do "
+        "not pay; more machines or GPUs may"
+    )
 
 
 def _split(target: str) -> tuple[str, str]:
@@ -225,6 +240,19 @@ def measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[R
     return cost, size, parameters, update, exchanges
 
 
+def measure_keras(target: str, steps: int) -> float:
+    """Seconds of a step of Keras's own `fit`, in this process, with all cores of the machine."""
+    import keras
+
+    make = load(target)
+    keras.utils.set_random_seed(0)
+    model, dataset, options = parts(make(), target)
+    known = inspect.signature(keras.Model.fit).parameters
+    of_keras = {name: value for name, value in options.items() if name in known}
+    of_keras["shuffle"] = False  # Keras warns that a dataset has its own order
+    return seconds(model, dataset, of_keras, steps, model.fit)
+
+
 def parts(returned: Any, target: str) -> tuple[Any, Any, dict[str, Any]]:
     """(model, endless dataset, arguments of fit) from the result of the `target` function."""
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
@@ -236,19 +264,26 @@ def parts(returned: Any, target: str) -> tuple[Any, Any, dict[str, Any]]:
     return model, dataset.repeat(), more[0] if more else {}
 
 
-def seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> float:
-    """Median over epochs of the seconds of a step."""
+def seconds(
+    model: Any,
+    dataset: Any,
+    options: dict[str, Any],
+    steps: int,
+    fit: Callable[..., Any] | None = None,
+) -> float:
+    """Median over epochs of the seconds of a step by `tfmw.fit`, or by another bound `fit`."""
     import keras
 
     import tfmw
 
+    fit = functools.partial(tfmw.fit, model) if fit is None else fit
     ends: list[float] = []
     timer = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: ends.append(time.perf_counter())
     )
     timer.reads_optimizer = False  # its state would be gathered for it after each epoch
     own = {"epochs": WARM_UP + ROUNDS, "steps_per_epoch": steps, "callbacks": [timer], "verbose": 0}
-    tfmw.fit(model, dataset, **options | own)
+    fit(dataset, **options | own)
     spans = [end - begin for begin, end in itertools.pairwise(ends)][WARM_UP - 1 :]
     return statistics.median(spans) / steps
 

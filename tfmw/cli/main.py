@@ -114,7 +114,7 @@ _RUN_OPTIONS = {
         "--min-hosts M": "if hosts are lost, continue with at least M of them; default: all",
         "--rejoin-timeout S": "seconds to wait for missing hosts; default: 30",
         "--rendezvous PLACE": "lock that elects the leading host: dir:/a/directory/that/all/share, "
-        "or s3://bucket/run7; default: a directory in the script's --backup_dir",
+        "or s3://bucket/run7; default: in --backup-dir, or in that of the script",
         "--token-file FILE": "file with the secret of all hosts, from tfmw token; default: the "
         "variable TFMW_TOKEN",
     },

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tfmw import __version__
 from tfmw.cluster import addresses
-from tfmw.cluster.cluster import TOKEN
+from tfmw.cluster.cluster import BACKUP_DIR, TOKEN
 from tfmw.cluster.signals import Signals
 from tfmw.errors import ClusterError, UsageError
 from tfmw.launcher.hosts.lease import DIRECTORY, Lease, lease_of
@@ -46,7 +46,8 @@ def launch_on_hosts(
         argv: the script's path, or the module's name, and its flags.
         settings: settings of all hosts, whose ports may be missing; `facts` are added here.
         host: index of this host; None: that of the only address which belongs to this machine.
-        rendezvous: "dir:/path" or "s3://bucket/run7"; None: in the program's --backup_dir.
+        rendezvous: "dir:/path" or "s3://bucket/run7"; None: in the --backup-dir of tfmw
+            run or of the program.
         token_file: file with the token; None: TFMW_TOKEN has it.
         module: whether argv[0] is a module.
         log_dir: the run's folder is created in it.
@@ -59,7 +60,7 @@ def launch_on_hosts(
     settings = dataclasses.replace(settings, hosts=hosts, facts=_facts(argv, settings))
     _check_settings(settings)
     host = addresses.local_index(hosts) if host is None else host
-    lease = lease_of(_rendezvous(argv) if rendezvous is None else rendezvous, host)
+    lease = lease_of(rendezvous_of(argv) if rendezvous is None else rendezvous, host)
     token = _token(token_file, hosts, lease)
     job = LocalRun(
         command=["module" if module else "script", *argv],
@@ -109,9 +110,9 @@ def _check_settings(settings: HostSettings) -> None:
         )
 
 
-def _rendezvous(argv: Sequence[str]) -> str:
+def rendezvous_of(argv: Sequence[str]) -> str:
     """Path of the lock, beside the program's backups."""
-    found = backup_dir_of(argv)
+    found = backup_dir_of(argv) or os.environ.get(BACKUP_DIR)
     if found is None or "://" in found:
         raise UsageError(
             "restarts on several hosts require a lock that all of them reach, and the script has "

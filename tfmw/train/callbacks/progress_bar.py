@@ -22,7 +22,7 @@ import keras
 from tfmw.launcher.output import is_watched
 
 INTERVAL_S = 10.0
-_LONG_START = 0.5  # part of an epoch that its first step, with tracing, must take to be shown
+_LONG_START_S = 1.0  # the first step of an epoch, with tracing, is shown if it takes longer
 """Seconds between two lines within an epoch."""
 
 _BAR = keras.utils.Progbar(target=None).width
@@ -198,9 +198,9 @@ class Lines(_Progress):
         now = self._throughput.clock()
         if finalize:
             took = f"took {_clock_face(now - self._began)}"
-            long = self._first - self._began > _LONG_START * (now - self._began)
-            if long and self._calls > 1:
-                took += f", {_clock_face(self._first - self._began)} to the first step"
+            start = self._first - self._began
+            if start > max(_LONG_START_S, (now - self._began) / 2) and self._calls > 1:
+                took += f", {_clock_face(start)} to the first step"
             self._print(took, values)
             return
         if not self._calls:
