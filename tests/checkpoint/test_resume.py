@@ -200,8 +200,9 @@ def test_two_workers_are_preempted_and_another_number_resumes(
         assert run["counts"] == [3.0] * 48
         for mine_, theirs in zip(run["weights"], undisturbed[0]["weights"], strict=True):
             np.testing.assert_allclose(mine_, theirs, rtol=1e-4, atol=1e-6)
+        assert run["history"]["examples"] == [48.0] * 3
         for name, values in undisturbed[0]["history"].items():
-            np.testing.assert_allclose(run["history"][name], values, rtol=1e-4)
+            np.testing.assert_allclose(run["history"][name], values, rtol=1e-4, err_msg=name)
 
 
 @pytest.mark.nightly

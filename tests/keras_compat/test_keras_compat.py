@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw import compat
+from tfmw import UsageError, compat
 from tfmw.compat import (
     datasets,
     metric_variables,
@@ -106,6 +106,24 @@ def test_combination_of_metric_variables(update, expected) -> None:
 
     step.get_concrete_function(tf.TensorSpec([]))
     assert seen == [expected]
+
+
+@pytest.mark.parametrize(
+    "updates", [[lambda v, x: x], [tf.maximum, tf.add], [tf.add, tf.identity, tf.minimum]]
+)
+def test_updates_that_cannot_be_combined_are_refused(updates) -> None:
+    variable = keras.Variable(np.float32(1), name="last")
+    combined: dict[int, str] = {}
+
+    @tf.function(autograph=False)
+    def step(x):
+        for update in updates:
+            arguments = [models.native(variable).read_value(), x]
+            value = update(*arguments[: 1 if update is tf.identity else 2])
+            metric_variables.note_combination(combined, variable, value)
+
+    with pytest.raises(UsageError, match="updates its variable 'last' neither by addition nor"):
+        step.get_concrete_function(tf.TensorSpec([]))
 
 
 @pytest.mark.parametrize("kind", ["Adagrad", "Adam", "Ftrl"])

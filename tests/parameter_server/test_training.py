@@ -44,6 +44,14 @@ class TestFiveProcesses:
             mean = sum(result["history"][name]) / EPOCHS
             assert result[f"recorded_{name}"] == pytest.approx(mean, rel=1e-5)
 
+    def test_metrics_that_are_no_sums_and_begin_at_other_values_than_zero(self, five):
+        result, history = five.chief, five.chief["history"]
+        largest, smallest = result["recorded_extremes"]
+        assert max(history["largest"]) == pytest.approx(largest, rel=1e-6)
+        assert min(history["smallest"]) == pytest.approx(smallest, rel=1e-6)
+        assert sum(history["sum"]) == pytest.approx(result["recorded_sum"], rel=1e-3)
+        assert history["examples"] == [STEPS * 48] * EPOCHS
+
     def test_validation_evaluate_and_predict_agree(self, five):
         result = five.chief
         for name in ("loss", "accuracy"):
@@ -245,5 +253,5 @@ def test_run_resumed_inside_an_epoch_has_metrics_of_the_whole_epoch(run_cluster,
     run_cluster("ps_resume.py", backup, "--leave", workers=1, ps=1, status=75)
     found = run_cluster("ps_resume.py", backup, workers=1, ps=1).chief
     assert 100 < found["began_at"] < 200, "inside the second epoch"
-    assert found["seen"] == [2000.0] * 3
+    assert found["seen"] == found["examples"] == [2000.0] * 3
     assert found["iterations"] == 300

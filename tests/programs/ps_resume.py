@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
+from tests.programs._extremes import Extremes
 
 STEPS, BATCH = 100, 20
 
@@ -58,7 +59,7 @@ class Leave(keras.callbacks.Callback):
 
 x: Any = np.random.default_rng(0).normal(size=(400, 3)).astype("float32")
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-model.compile("sgd", "mse", metrics=[Seen()], steps_per_execution=5)
+model.compile("sgd", "mse", metrics=[Seen(), Extremes()], steps_per_execution=5)
 history = tfmw.fit(
     model,
     tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(BATCH),
@@ -71,6 +72,7 @@ history = tfmw.fit(
 _result.write(
     {
         "seen": history.history["seen"],
+        "examples": history.history["examples"],
         "began_at": begins_at[0],
         "iterations": int(model.optimizer.iterations),
     }

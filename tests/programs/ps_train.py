@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
+from tests.programs._extremes import Extremes
 from tfmw import strategies
 from tfmw.compat import parameter_servers
 
@@ -86,7 +87,7 @@ model = Recorded(
 model.compile(
     keras.optimizers.Adam(0.01),
     keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    metrics=["accuracy"],
+    metrics=["accuracy", Extremes()],
 )
 seed = model.layers[2].seed_generator.state
 before = seed.numpy()
@@ -131,6 +132,8 @@ _result.write(
         "recorded_steps": len(records),
         "recorded_examples": len(seen),
         "recorded_accuracy": float((seen[:, 1:].argmax(axis=1) == seen[:, 0]).mean()),
+        "recorded_extremes": [float(seen[:, 1:].max()), float(seen[:, 1:].min())],
+        "recorded_sum": float(seen[:, 1:].sum()),
         "recorded_loss": float(np.mean(losses)),
         "batch_sizes": sorted({len(r) for r in records}),
         "evaluated": evaluated,

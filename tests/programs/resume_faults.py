@@ -22,6 +22,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
+from tests.programs._extremes import Extremes
 from tests.programs.counting import Counts
 from tfmw.train.checkpoint import resume, tensor_files
 from tfmw.train.mirrored import sharded_update
@@ -83,7 +84,7 @@ keras.utils.set_random_seed(5)
 model = keras.Sequential(
     [keras.Input((4,)), Counts(N), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
 )
-model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
+model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae", Extremes()])
 history = tfmw.fit(
     model,
     tf.data.Dataset.from_tensor_slices((x, y)).shuffle(N).batch(BATCH),

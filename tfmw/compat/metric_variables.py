@@ -12,8 +12,9 @@ In one process a batch is added to a variable once. Here each replica adds its o
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -24,6 +25,7 @@ from tfmw.compat.assigned_weights import increment, reading_operations
 from tfmw.compat.graph import ancestors, is_symbolic
 from tfmw.compat.losses import ReplicaWeight, current_weight
 from tfmw.compat.objects import Trainer, contains, overridden, unique
+from tfmw.errors import UsageError
 
 _collecting = threading.local()
 
@@ -45,13 +47,26 @@ def metric_variables(model: keras.Model) -> list[Any]:
     return unique(variable for metric in model.metrics for variable in metric.variables)
 
 
-def assign_flat(variables: Iterable[tf.Variable], values: np.ndarray) -> None:
-    """Assigns one flat array to variables, one after the other."""
+def packed(rows: int, values: Sequence[np.ndarray]) -> np.ndarray:
+    """Values of variables, [rows, ...] each, as one uint8 [rows, bytes] for `assign_row`.
+
+    Bytes keep large integers and complex numbers exactly.
+    """
+    flat = [np.reshape(v, [rows, math.prod(v.shape[1:])]).view(np.uint8) for v in values]
+    return np.concatenate([np.zeros([rows, 0], np.uint8), *flat], axis=1)
+
+
+def assign_row(variables: Iterable[tf.Variable], row: np.ndarray) -> None:
+    """Assigns a row of `packed` to variables; or float64 [values], as older backups have it."""
     start = 0
     for variable in variables:
-        part = values[start : start + variable.shape.num_elements()]
-        variable.assign(tf.cast(part.reshape(variable.shape.as_list()), variable.dtype))
-        start += len(part)
+        dtype = np.dtype(variable.dtype.as_numpy_dtype)
+        as_bytes = row.dtype == np.uint8
+        size = variable.shape.num_elements() * (dtype.itemsize if as_bytes else 1)
+        part = row[start : start + size]
+        part = part.view(dtype) if as_bytes else part.astype(dtype)
+        variable.assign(part.reshape(variable.shape.as_list()))
+        start += size
 
 
 def combination(variable: Any, value: Any) -> str | None:
@@ -92,6 +107,23 @@ def _update_kind(op: tf.Operation, kinds: list[str | None], reading: set[str]) -
     if op.type == "TensorScatterAdd":
         return "sum" if kinds[0] else None
     return None
+
+
+def note_combination(combined: dict[int, str], variable: Any, value: Any) -> None:
+    """Records the `combination` of a metric's variable, by its id, at an assignment in a step.
+
+    Raises:
+        UsageError: values of several replicas or workers cannot be combined.
+    """
+    how = combination(variable, value)
+    if how == "unchanged":
+        return
+    if how is None or combined.setdefault(id(variable), how) != how:
+        raise UsageError(
+            f"a metric updates its variable {variable.path!r} neither by addition nor by a "
+            "maximum or minimum, so values of several replicas cannot be combined: keep sums "
+            "and counts in variables, and divide in result()."
+        )
 
 
 def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:

@@ -47,7 +47,7 @@ Logs = dict[str, Any]
 
 
 Rows = tuple[Any, Any]
-"""Replica-local state: float64 [replicas, values] of metrics, and the same of moving averages."""
+"""Replica-local state: rows of metrics, and of moving averages; see `ReplicaState.rows`."""
 
 
 @dataclasses.dataclass(frozen=True)

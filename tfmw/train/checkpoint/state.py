@@ -5,8 +5,8 @@
 
 All replicas have the same weights and optimizer slots, so the chief's are saved. Replica-local
 state (metrics so far, batch-norm averages since the last synchronization) is saved for each
-replica. So the same number of replicas resumes bit for bit. Another number resumes from the sums
-and means.
+replica, and combined. So the same number of replicas resumes bit for bit, and another number from
+the combined metrics and the means of averages.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def keeping_variables(model: keras.Model, strategy: tf.distribute.Strategy) -> I
 def with_replicas(
     tensors: dict[str, Any], metrics: Any, averages: Any, others: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Adds replica-local state, float64 [replicas, values] each, and other tensors by name."""
+    """Adds replica-local state, see `ReplicaState.rows`, and other tensors by name."""
     return {**tensors, METRICS: metrics, AVERAGES: averages, **(others or {})}
 
 

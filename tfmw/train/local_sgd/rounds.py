@@ -365,7 +365,7 @@ class Rounds:
         """A replica's value; the mean of all if another number of replicas resumes."""
         if len(rows) == self._replicas.count:
             return np.array(rows[replica])
-        return np.asarray(rows.mean(axis=0, dtype=np.float64))
+        return np.asarray(rows.mean(axis=0, dtype=np.result_type(rows, np.float64)))
 
     def _rows(self, left: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """[replicas, ...] of each of a replica's own variables; called in a replica context."""

@@ -18,11 +18,12 @@ import tensorflow as tf
 from tfmw.compat import losses, models, objects, placement
 from tfmw.compat.graph import depends_on, function_of, is_symbolic
 from tfmw.compat.metric_variables import (
-    assign_flat,
-    combination,
+    assign_row,
     leaf_metrics,
     metric_variables,
+    note_combination,
     note_metric_update,
+    packed,
     python_logs,
 )
 from tfmw.errors import UsageError
@@ -57,15 +58,7 @@ class ReplicaMetrics:
             return value
         if all(variable is not v for v in metric_variables(self._model)):
             return value  # see `assigned_weights`
-        how = combination(variable, value)
-        if how is None:
-            raise UsageError(
-                f"a metric updates its variable {variable.path!r} neither by addition nor by a "
-                "maximum or minimum, so values of several replicas cannot be combined: keep sums "
-                "and counts in variables, and divide in result()."
-            )
-        if how != "unchanged":
-            self._combined[id(variable)] = how
+        note_combination(self._combined, variable, value)
         note_metric_update(variable, value)
         return value
 
@@ -146,6 +139,14 @@ class ReplicaMetrics:
         results.update(zip(raw, sums[len(variables) :], strict=True))
         return {name: results[name] for name in logs.names}, signals
 
+    def over_all(self, variable: Any, rows: np.ndarray) -> np.ndarray:
+        """The combined value of a metric's variable, of its values [replicas, ...]."""
+        how = self._combined.get(id(variable), "sum")
+        if how != "sum":
+            return np.asarray(rows.max(axis=0) if how == "max" else rows.min(axis=0))
+        repeated: Any = (len(rows) - 1) * (self._initial or {}).get(id(variable), 0)
+        return (_wide(rows).sum(axis=0) - repeated).astype(rows.dtype)
+
     def _combine(self, variables: list[Any], values: list[Any]) -> list[Any]:
         """Values of metric variables over all replicas, and the sums of all other values.
 
@@ -177,6 +178,7 @@ class ReplicaState:
     _model: keras.Model
     _replicas: Replicas
     _traces: Traces
+    _results: ReplicaMetrics
     # variables assigned by training steps; None if none has been traced yet
     assigned: list[Any] | None = None
     exchanged: frozenset[int] = frozenset()  # see `Exchanges.variables`
@@ -222,48 +224,56 @@ class ReplicaState:
     def _groups(self) -> tuple[list[Any], list[Any]]:
         return metric_variables(self._model), self.all_variables()
 
-    def rows(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """One row per replica: float64 [replicas, values] of metrics, and of moving averages.
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of metrics, and of moving averages: uint8 [replicas + 1, bytes].
 
-        A collective: all workers must call it.
+        The last row has the metrics over all replicas, and the means of the averages. A collective:
+        all workers must call it.
         """
+        metrics, averages = self._groups()
 
         def on_replica() -> list[tf.Tensor]:
-            none = tf.zeros([0], tf.float64)
-            flat = [
-                [tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in variables]
-                for variables in self._groups()
-            ]
-            return self._replicas.rows([tf.concat([none, *values], axis=0) for values in flat])
+            return self._replicas.rows([tf.identity(v.value) for v in metrics + averages])
 
         def on_all() -> list[tf.Tensor]:
             return [self._replicas.first_result(t) for t in self._replicas.strategy.run(on_replica)]
 
-        rows = self._traces.get("rows", lambda: self._traces.function(on_all))
+        run = self._traces.get("rows", lambda: self._traces.function(on_all))
         with self._replicas.lost_peer_named():
-            metrics, averages = rows()
-        return metrics, averages
+            rows = [value.numpy() for value in run()]
+        last = [*map(self._results.over_all, metrics, rows)]
+        last += [_wide(r).mean(axis=0).astype(r.dtype) for r in rows[len(metrics) :]]
+        rows = [np.concatenate([r, [of_all]]) for r, of_all in zip(rows, last, strict=True)]
+        count = self._replicas.count + 1
+        return packed(count, rows[: len(metrics)]), packed(count, rows[len(metrics) :])
 
     def restore(self, metrics: np.ndarray, averages: np.ndarray) -> None:
         """Restores a result of `rows`.
 
-        With another number of replicas, the first one gets the sum of the metrics, and all get the
-        mean of the averages.
+        With another number of replicas, the first one gets the metrics over all replicas. The
+        others keep the initial values. All get the mean of the averages.
 
         Args:
-            metrics, averages: [replicas of the interrupted run, values].
+            metrics, averages: rows; or float64 [replicas, values], as older backups have them.
         """
-        count, sharding = self._replicas.count, self._replicas.sharding
-        if len(metrics) != count:
-            summed = np.zeros([count, metrics.shape[1]])
-            summed[0] = metrics.sum(axis=0)
-            metrics = summed
-            averages = np.repeat(averages.mean(axis=0, keepdims=True), count, axis=0)
-        for variables, rows in zip(self._groups(), (metrics, averages), strict=True):
-            for local in range(sharding.local_replicas):
-                strategy = self._replicas.strategy
-                copies = (placement.local_copies(strategy, v)[local] for v in variables)
-                assign_flat(copies, rows[sharding.local.start + local])
+        if metrics.dtype != np.uint8:
+            metrics = np.vstack([metrics, metrics.sum(axis=0)])
+            averages = np.vstack([averages, averages.mean(axis=0)])
+        sharding, strategy = self._replicas.sharding, self._replicas.strategy
+        is_same = len(metrics) == self._replicas.count + 1
+        for local in range(sharding.local_replicas):
+            replica = sharding.local.start + local
+            for variables, rows in zip(self._groups(), (metrics, averages), strict=True):
+                if is_same or replica == 0 or rows is averages:
+                    copies = (placement.local_copies(strategy, v)[local] for v in variables)
+                    assign_row(copies, rows[replica if is_same else -1])
+
+
+def _wide(rows: np.ndarray) -> np.ndarray:
+    """Values in the dtype in which they are summed: integers and booleans in their own."""
+    if rows.dtype.kind in "iub":
+        return rows
+    return rows.astype(np.result_type(rows.dtype, np.float64))
 
 
 # (result of a metric, the metric) of all local replicas in a step; (a variable of a metric, itself)

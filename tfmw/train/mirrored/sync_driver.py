@@ -93,7 +93,7 @@ class SyncDriver:
         self.replicas = Replicas(self.strategy, sync.reduction.transport)
         self.traces = Traces()
         self.results = ReplicaMetrics(model, self.replicas, self.traces)
-        self.state = ReplicaState(model, self.replicas, self.traces)
+        self.state = ReplicaState(model, self.replicas, self.traces, self.results)
         self._has_synchronized_norm = models.has_synchronized_batch_norm(model)
         # XLA compiles for one device, but lookups run on servers
         self._has_tables = any(map(is_table, model.variables))

@@ -217,8 +217,7 @@ class PsDriver:
 
     def _add_up(self, result: dict[str, Any]) -> int:
         """Adds the metrics that a function returned to the model's own metrics."""
-        for variable, gained in zip(self._steps.metrics, result["metrics"], strict=True):
-            models.native(variable).assign_add(gained)
+        self._steps.add_to_metrics(result["metrics"])
         for variable, drawn in zip(self.server_variables.seeds, result["draws"], strict=True):
             own = models.native(variable)
             own.assign(own + tf.cast(drawn, own.dtype))

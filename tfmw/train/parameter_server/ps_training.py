@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.compat import models, placement
-from tfmw.compat.metric_variables import assign_flat, metric_variables, python_logs
+from tfmw.compat.metric_variables import assign_row, metric_variables, packed, python_logs
 from tfmw.errors import UsageError
 from tfmw.observe.step_times import StepTimes
 from tfmw.train.arguments import FitArguments
@@ -111,7 +111,9 @@ class ParameterServerTraining:
 
     def begin_epoch(self, kept: Rows | None, trains: bool = True) -> None:
         if kept is not None:  # moving averages exist on the servers only
-            assign_flat(map(models.native, metric_variables(self.model)), kept[0].sum(axis=0))
+            rows = kept[0]
+            of_all = rows[-1] if rows.dtype == np.uint8 else rows.sum(axis=0)  # older backups
+            assign_row(map(models.native, metric_variables(self.model)), of_all)
         self.share_changes()
         if trains:
             self.steps_done, self._restored_steps = self._restored_steps, 0
@@ -154,11 +156,10 @@ class ParameterServerTraining:
 
     def state(self, in_epoch: bool, slots: bool) -> DriverState:
         self._fetch(slots)
-        variables = metric_variables(self.model)
-        values = [np.ravel(models.native(v).numpy()) for v in variables]
-        metrics = np.concatenate([np.zeros([0]), *values])[None].astype(np.float64)
+        values = [models.native(v).numpy() for v in metric_variables(self.model)]
+        metrics = packed(2, [np.stack([value, value]) for value in values])  # as of one replica
         position = {"done": self.steps_done if in_epoch else 0, "begun": in_epoch}
-        return DriverState((metrics, np.zeros([1, 0])), position)
+        return DriverState((metrics, metrics[:, :0]), position)
 
     def finish(self) -> None:
         self._fetch(slots=True)

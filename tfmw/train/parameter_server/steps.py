@@ -4,7 +4,7 @@
     remote = coordinator.schedule(steps.function, args=(iterator, max_steps, limit, seeds))
 
     claim up to `max_steps` tickets of the epoch          (one message)
-    metrics = 0                                           (local to this function)
+    metrics = their initial values                        (local to this function)
     for each ticket:
         batch = next(iterator)
         local copies = server variables, and rows that the batch looks up
@@ -36,7 +36,7 @@ import tensorflow as tf
 
 from tfmw import data
 from tfmw.compat import models, objects, optimizers, parameter_servers
-from tfmw.compat.metric_variables import metric_variables, recorded_assignments
+from tfmw.compat.metric_variables import metric_variables, note_combination, recorded_assignments
 from tfmw.compat.objects import contains, unique
 from tfmw.errors import UsageError
 from tfmw.tables.shards import look_up, read_whole
@@ -76,8 +76,8 @@ class WorkerSteps:
     Attributes:
         function: (iterator, max_steps int64 [], limit int64 [], seeds [uint32 [2], ...]) -> a dict.
             Its "steps" int64 [], "examples" int64 [] and "seconds" float64 [] are those of the
-            steps. "metrics" has the increase of each metric variable, "draws" the increase of each
-            seed generator's counter.
+            steps. "metrics" has the metric variables after them, "draws" the increase of each seed
+            generator's counter.
     """
 
     _counts_steps = True  # on a server, after each step
@@ -88,6 +88,9 @@ class WorkerSteps:
         model = server_variables.model
         self.server_variables = server_variables
         self.metrics = metric_variables(model)
+        model.reset_metrics()
+        self._initial = [models.native(variable).numpy() for variable in self.metrics]
+        self._combined: dict[int, str] = {}  # see `note_combination`
         self.function = tf.function(self._many, autograph=False)
         self._name = f"tfmw/{uuid.uuid4().hex}"  # prefix of the names of worker-side variables
         self._assigned: list[Any] = []
@@ -175,8 +178,8 @@ class WorkerSteps:
     def _initial_locals(self, seeds: list[Any], ticket: tf.Tensor) -> list[tf.Tensor]:
         """Assigns local copies their values at the start of a function; returns those of seeds."""
         self._locals = self._new_locals()
-        for variable in self.metrics:
-            self._locals[id(variable)].assign(tf.zeros(variable.shape, _dtype(variable)))
+        for variable, initial in zip(self.metrics, self._initial, strict=True):
+            self._locals[id(variable)].assign(tf.constant(initial))
         for variable in self.server_variables.frozen:
             if contains(variable, self._remote):
                 continue
@@ -304,12 +307,26 @@ class WorkerSteps:
             stack.enter_context(optimizers.stable_variable_keys(held, server_variables.trainable))
             for optimizer in held:
                 stack.enter_context(taking_gradients(optimizer, update))
-            stack.enter_context(recorded_assignments(self._assigned))
+            stack.enter_context(recorded_assignments(self._assigned, self._note_assignment))
             # `tf.gather` on these looks up rows, while Keras would read all of them first.
             lookups: list[Any] = [(v, "sparse_read", rows.sparse_read) for v, rows in remote]
             stack.enter_context(objects.overridden([*lookups, *self._hash_lookups]))
             stack.enter_context(models.substituted(pairs))
             return model.train_step(batch)
+
+    def _note_assignment(self, variable: Any, value: Any) -> Any:
+        if contains(variable, self.metrics):
+            note_combination(self._combined, variable, value)
+        return value
+
+    def add_to_metrics(self, values: list[tf.Tensor]) -> None:
+        """Combines the model's own metrics with their values after the steps of a function."""
+        for variable, value, initial in zip(self.metrics, values, self._initial, strict=True):
+            own, how = models.native(variable), self._combined.get(id(variable), "sum")
+            if how == "sum":
+                own.assign_add(value - initial if initial.any() else value)
+            else:
+                own.assign((tf.maximum if how == "max" else tf.minimum)(own, value))
 
     def _store_state(self, before: dict[int, tf.Tensor], work: StepUpdates) -> None:
         """Adds the step's changes of variables other than the optimizer's."""
