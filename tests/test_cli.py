@@ -73,6 +73,7 @@ def test_report_progress_in_a_custom_loop(tmp_path):
         (["jobs", "--on", "local", "mine"], ["tfmw jobs does not take mine. See tfmw jobs --help"]),
         (["run", "--workers", "1", "--log-dir", PROGRAM, PROGRAM], [PROGRAM, "--log-dir"]),
         (["run", "--workers", "1", "--log-dir", f"{PROGRAM}/a", PROGRAM], ["Not a directory"]),
+        (["run", "--workers", "1", "--log-dir", "s3://b/a", PROGRAM], ["tfmw.storage.upload"]),
         (["run", "--trace", "traces", PROGRAM], ["needs --workers"]),
         (["run", "--workers", "1", "--trace-steps", "1:2", PROGRAM], ["needs --trace"]),
         (["run", "--workers", "1", "--metrics-port", ":1", PROGRAM], ["expected a port"]),

@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfmw import callbacks, data, datasets, engines, layers, strategies
+    from tfmw import callbacks, data, datasets, engines, layers, storage, strategies
     from tfmw.cluster import Cluster
     from tfmw.errors import ClusterError, Preempted, TaskFailed, TfmwError, UsageError
     from tfmw.launcher.engines.submit import attach, jobs, launch, submit
@@ -68,6 +68,7 @@ __all__ = [
     "predict",
     "predict_on_batch",
     "report_progress",
+    "storage",
     "strategies",
     "submit",
     "test_on_batch",

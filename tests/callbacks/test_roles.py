@@ -120,6 +120,23 @@ def test_an_error_in_one_tasks_callback_ends_the_run(tmp_path) -> None:
     assert re.search(r"worker 1.*ValueError: the callback of task 1 is broken", last), last
 
 
+@pytest.mark.parametrize(
+    "callback",
+    [
+        keras.callbacks.ModelCheckpoint("s3://bucket/model.keras"),
+        keras.callbacks.CSVLogger("az://bucket/log.csv"),
+        keras.callbacks.TensorBoard("s3://bucket/logs"),
+    ],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_files_of_callbacks_in_a_bucket_are_refused(callback):
+    kind = type(callback).__name__
+    with pytest.raises(
+        UsageError, match=f"of {kind} can be written to .*tfmw.storage.upload after"
+    ):
+        roles.for_task([callback], is_chief=True, workers=1)
+
+
 def test_orbax_checkpoint_is_refused_on_several_workers():
     class OrbaxCheckpoint(keras.callbacks.Callback):
         """Keras's own needs Orbax, which is not installed."""

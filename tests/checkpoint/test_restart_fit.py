@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.buckets import CREDENTIALS, s3
 from tests.helpers.cluster import PROGRAMS, tfmw_command
 from tfmw.errors import PREEMPTED
+from tfmw.storage.bucket import Bucket
 from tfmw.train.checkpoint.store import BackupStore
 from tfmw.train.saved_model import verify_export as verify
 
@@ -53,10 +55,12 @@ def train(
     *options: str,
     launcher_too: Any = None,
     arguments: Sequence[str] = (),
+    backup_dir: str = "",
 ) -> Trained:
     """Trains on two workers, and lets `disturb` know of each step."""
     (folder / "results").mkdir(exist_ok=True)
-    command = ["run", "--workers", "2", *options, PROGRAM, "--backup_dir", str(folder / "backup")]
+    backup_dir = backup_dir or str(folder / "backup")
+    command = ["run", "--workers", "2", *options, PROGRAM, "--backup_dir", backup_dir]
     command += arguments
     env = {"TFMW_RESULT": str(folder / "results")}
     output, attempt, began = "", 0, time.monotonic()
@@ -125,6 +129,31 @@ def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tm
     assert not re.search(OF_THE_GONE, done.output)
     assert [worker["attempt"] for worker in done.workers] == [2, 2]
     assert_divided(done)
+
+
+@pytest.mark.parametrize("sharded", ["on", "off"])
+def test_backups_in_a_bucket(undisturbed, tmp_path, monkeypatch, sharded):
+    """Three kills: the results are those of an undisturbed run with a local directory."""
+    monkeypatch.setenv("TFMW_SHARD_OPTIMIZER", sharded)
+    with s3(monkeypatch) as server:
+
+        def disturb(worker: int, step: int, attempt: int, pid: int) -> None:
+            written = any(request == "PUT run7/backups.json" for request in server.requests)
+            if written and attempt < 3 and worker == attempt % 2 and step >= 7 * (attempt + 1):
+                kill(pid)
+
+        options = ["--max-restarts", "3", "--isolate", "off"]
+        arguments = ["--collectives=ring", "--backup_every=3"]
+        url = f"{server.url}/run7"
+        done = train(tmp_path, disturb, *options, arguments=arguments, backup_dir=url)
+        parts = [request for request in server.requests if "/part-00001.data" in request]
+        left = Bucket(url).names()
+    assert_same(done, undisturbed)
+    assert done.restarts == 3
+    assert [int(step) for step in re.findall(r"restored step (\d+) from s3://", done.output)] > [0]
+    assert bool(parts) == (sharded == "on")
+    assert left.keys() == {"backups.json"}
+    assert not [secret for secret in CREDENTIALS.values() if secret in done.output]
 
 
 def assert_divided(done: Trained) -> None:

@@ -1,9 +1,12 @@
-"""Backups that two tasks write, each its part: here both are threads of one process."""
+"""Backups that two tasks write, each its part: here both are threads of one process.
+
+In a directory, and in a bucket.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.storage import directories
+from tests.helpers.buckets import s3
+from tfmw.storage.bucket import Bucket
 from tfmw.tables.files import TensorSlice, slice_spec
+from tfmw.train.checkpoint.backup_files import files_of
 from tfmw.train.checkpoint.store import BackupStore, verify
 from tfmw.train.checkpoint.tensor_files import SharedWrite
 
@@ -56,16 +61,16 @@ def pieces(begin: int, end: int) -> list[TensorSlice]:
 class Two:
     """The chief's store, and both tasks' view of the next backup."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: str):
         self.store = BackupStore(path)
         self.posts = Posts()
-        with self.store.locked():
-            self.store.write(1, {"w": WEIGHTS}, {"n": 1})
 
     def begin(self) -> tuple[SharedWrite, SharedWrite]:
-        directory = directories.name_beside(self.store.path_of(2))
-        Path(directory).mkdir()
-        chief, worker = (SharedWrite(Task(rank, self.posts), directory) for rank in (0, 1))  # type: ignore[arg-type]
+        begun = self.store.files.begin(2)
+        chief, worker = (
+            SharedWrite(Task(rank, self.posts), begun, files)  # type: ignore[arg-type]
+            for rank, files in enumerate((self.store.files, files_of(self.store.path)))
+        )
         chief.pieces, worker.pieces = pieces(0, 4), pieces(4, 11)
         return chief, worker
 
@@ -73,12 +78,26 @@ class Two:
         self.store.write(2, {"w": WEIGHTS}, {"n": 2}, chief)
 
     def left(self) -> list[str]:
+        """The backups, complete or not."""
+        if self.store.path.startswith("s3:"):
+            names = Bucket(self.store.path).names("data")
+            return sorted({name.split("/")[1].partition("-")[0] for name in names})
         return sorted(p.name for p in Path(self.store.path).iterdir() if p.name != "LOCK")
 
 
-@pytest.fixture
-def two(tmp_path: Path) -> Two:
-    return Two(tmp_path)
+@pytest.fixture(params=["directory", "bucket"])
+def two(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Two]:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    with s3(monkeypatch) as server:
+        two = Two(f"{server.url}/run7" if request.param == "bucket" else str(tmp_path / "run7"))
+        with two.store.locked():
+            two.store.write(1, {"w": WEIGHTS}, {"n": 1})
+            yield two
+    del two
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 ONE, BOTH = ["step_000000000001"], ["step_000000000001", "step_000000000002"]
@@ -123,17 +142,27 @@ def test_a_damaged_part_is_detected(two: Two) -> None:
     chief, worker = two.begin()
     worker.write_part()
     two.write(chief)
-    file = Path(two.store.path_of(2), "tensors.data-00001-of-00002")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    if two.store.path.startswith("s3:"):
+        bucket = Bucket(two.store.path)
+        (name,) = (n for n in bucket.names("data") if "/part-00001.data" in n)
+        found = bucket.read(name)
+        assert found is not None
+        content = bytearray(found[0])
+        content[-1] ^= 1
+        bucket.put(name, bytes(content))
+    else:
+        file = Path(two.store.path_of(2), "tensors.data-00001-of-00002")
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
     (problem,) = verify(two.store.path)
     assert "step_000000000002 is damaged" in problem
 
 
 def full(two: Two, worker: SharedWrite) -> None:
     """The worker's disk takes nothing: there is a file in place of the directory."""
-    directory, aside = Path(worker.directory), Path(worker.directory + "-aside")
+    directory = Path(worker._files.directory_of(worker.begun))
+    aside = Path(f"{directory}-aside")
     directory.rename(aside)
     directory.touch()
     worker.write_part()

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.buckets import s3
 from tests.helpers.cluster import ONE_THREAD, ROOT, tfmw_command
+from tfmw.storage.bucket import Bucket
 
 pytestmark = pytest.mark.process
 
@@ -104,7 +106,7 @@ GUIDES = ("notebooks", "backups", "callbacks", "optimizer-state", "export", "faq
 
 
 @pytest.mark.nightly
-def test_the_guides(tmp_path):
+def test_the_guides(tmp_path, monkeypatch):
     """One block after the other, as somebody would who reads on from page to page."""
     found = [blocks(f"docs/howto/{name}.md") for name in GUIDES]
     assert all(found), "a page without code"
@@ -117,7 +119,11 @@ def test_the_guides(tmp_path):
         assert left_open in code, left_open
         code = code.replace(left_open, filled)
     check = "assert len(history.history['loss']) == 5 and model.built"
-    run(f"{READER}\n{TRAINED}\n{code}\n{check}\n", tmp_path)
+    with s3(monkeypatch):
+        run(f"{READER}\n{TRAINED}\n{code}\n{check}\n", tmp_path)
+        assert {"run7/backups.json", "digits/saved_model.pb"} <= Bucket(
+            "s3://bucket"
+        ).names().keys()
     assert (tmp_path / "build/model/saved_model.pb").exists()
 
 
@@ -133,17 +139,20 @@ for number in range(2):
             }
             example = tf.train.Example(features=tf.train.Features(feature=features))
             file.write(example.SerializeToString())
+for number in range(2):
+    tfmw.storage.upload(f"train-{number}.tfrecord", f"s3://bucket/train-{number}.tfrecord")
 model = make_model()
 """
 
 
 @pytest.mark.nightly
-def test_loading_data(tmp_path):
+def test_loading_data(tmp_path, monkeypatch):
     code = "\n".join(blocks("docs/howto/load-data.md"))
-    assert code.count("tfmw.fit(") == 4
+    assert code.count("tfmw.fit(") == 5
     assert "gs://bucket/" in code
-    check = "assert int(model.optimizer.iterations) == 4 * 2 * 4  # calls, epochs, batches of 64"
-    run(f"{READER}\n{RECORDS}\n{code.replace('gs://bucket/', '')}\n{check}\n", tmp_path)
+    check = "assert int(model.optimizer.iterations) == 5 * 2 * 4  # calls, epochs, batches of 64"
+    with s3(monkeypatch):
+        run(f"{READER}\n{RECORDS}\n{code.replace('gs://bucket/', '')}\n{check}\n", tmp_path)
 
 
 def migration() -> list[str]:

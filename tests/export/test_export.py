@@ -307,7 +307,7 @@ def test_other_directories_are_not_deleted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["/proc/no/model", "{}/file/model", "nowhere://bucket/model", "{}/nul\0/model"]
+    "path", ["/proc/no/model", "{}/file/model", "s3://bucket/model", "{}/nul\0/model"]
 )
 def test_an_impossible_path_is_refused_before_the_training(tmp_path, path):
     (tmp_path / "file").write_bytes(b"")
@@ -315,7 +315,9 @@ def test_an_impossible_path_is_refused_before_the_training(tmp_path, path):
     model = sequential()
     model.compile("sgd", "mse")
     before = [v.numpy() for v in model.weights]
-    with pytest.raises(UsageError, match=r"no export can be written to .*: name a directory"):
+    with pytest.raises(
+        UsageError, match=r"no export can be written to .*: (name a directory|write to a local)"
+    ):
         tfmw.fit(model, np.ones((4, 3)), np.ones((4, 2)), verbose=0, export_dir=path)
     np.testing.assert_array_equal(before[0], model.weights[0].numpy())
     with pytest.raises(UsageError, match="no export can be written to"):

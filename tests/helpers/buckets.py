@@ -1,4 +1,4 @@
-"""A local S3 (moto's), which loses, delays and refuses requests as a test wants.
+"""A local S3 (moto's), also as GCS, which loses, delays and refuses requests as a test wants.
 
 with s3(monkeypatch) as server:                    # and the variables that name it
     Bucket(f"{server.url}/run7").put("a", b"1")    # server.url: "s3://bucket"
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
+import json
 import logging
 import socket
 import threading
@@ -22,8 +24,12 @@ import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
+from tfmw.storage import bucket
+
 # They belong to no account. Because of them no client asks a cloud's machine for an identity.
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tests-key-id", "AWS_SECRET_ACCESS_KEY": "tests-secret"}
+
+_SIGNED = "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request, Signature=0"
 
 Fault = Callable[[int, str, str], int | str | threading.Event | None]
 """(number of the request, method, key) -> what happens to it. None: nothing. A number: it is
@@ -44,11 +50,21 @@ class Server:
         self.fault: Fault = lambda number, method, key: None
         self.requests: list[str] = []
         self.sent: collections.Counter[str] = collections.Counter()
+        self._generations: dict[str, str] = {}  # -> ETag
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self._thread = threading.Thread(target=self._server.serve_forever, name="s3", daemon=True)
         endpoint = f"http://127.0.0.1:{self._server.server_port}"
         self.environ = {**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}
+        # So that no cloud's machine is asked for a token.
+        account = {
+            "disable_oauth": True,
+            "client_email": "",
+            "private_key": "",
+            "private_key_id": "",
+        }
+        self.environ["GOOGLE_SERVICE_ACCOUNT_KEY"] = json.dumps(account)
+        self.environ["GOOGLE_BASE_URL"] = endpoint
 
     def _answer(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -64,13 +80,36 @@ class Server:
         connection: socket.socket = environ["werkzeug.socket"]
         if action == "lost":
             return _ends_early(connection)
-        body = b"".join(self._app(environ, start))
+        body = b"".join(self._app(self._of_gcs(environ), self._for_gcs(start)))
         if action == "applied":
             return _ends_early(connection)
         if action == "truncated":
             return _ends_early(connection, body[: len(body) // 2])
         self.sent[key] += len(body) if method == "GET" else 0
         return [body]
+
+    def _of_gcs(self, environ: dict[str, Any]) -> dict[str, Any]:
+        """The conditions of GCS's XML API, which is S3's otherwise, as those of S3."""
+        if not environ.get("HTTP_AUTHORIZATION", "").startswith("AWS4"):
+            environ["HTTP_AUTHORIZATION"] = _SIGNED
+        if (generation := environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None)) is not None:
+            etag = self._generations.get(generation, '"none"')
+            found = {"HTTP_IF_NONE_MATCH": "*"} if generation == "0" else {"HTTP_IF_MATCH": etag}
+            environ.update(found)
+        return environ
+
+    def _for_gcs(self, start: Any) -> Any:
+        """Responses get the number of the generation, which here is that of the ETag."""
+
+        def started(status: str, headers: list[tuple[str, str]], *error: Any) -> Any:
+            etag = next((value for name, value in headers if name.lower() == "etag"), None)
+            if etag is not None:
+                generation = str(int(hashlib.md5(etag.encode()).hexdigest()[:12], 16))
+                self._generations[generation] = etag
+                headers = [*headers, ("x-goog-generation", generation)]
+            return start(status, headers, *error)
+
+        return started
 
     def __enter__(self) -> Server:
         import boto3
@@ -106,4 +145,5 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     with Server() as server:
         for name, value in server.environ.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setattr(bucket, "_QUICK_ANSWER_S", 60.0)  # machines of tests are slow
         yield server

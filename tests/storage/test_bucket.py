@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import subprocess
 import sys
 
 import pytest
 
+import tfmw
 from tests.helpers.buckets import CREDENTIALS, s3
 from tfmw.errors import UsageError
 from tfmw.storage import bucket as bucket_module
-from tfmw.storage.bucket import CHUNK, Bucket
+from tfmw.storage.bucket import CHUNK, Bucket, refuse_writing
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +22,10 @@ def server():
         yield found
 
 
-@pytest.fixture
+@pytest.fixture(params=["s3", "gs"])
 def bucket(server, request):
     server.fault = lambda number, method, key: None
-    return Bucket(f"{server.url}/{request.node.name}")
+    return Bucket(f"{request.param}://bucket/{request.node.name}")
 
 
 def test_names_may_contain_anything(server):
@@ -84,7 +86,7 @@ def test_large_files_travel_in_parts(bucket, tmp_path, server):
     bucket.download([("data", len(data), copies[0]), ("empty", 0, copies[1])])
     assert (tmp_path / "copy").read_bytes() == data
     assert (tmp_path / "empty copy").read_bytes() == b""
-    key = f"{bucket.url.removeprefix('s3://bucket/')}/data"
+    key = f"{bucket.url.partition('://bucket/')[2]}/data"
     assert server.requests.count(f"GET {key}") >= 3
     assert not [name for name in bucket.names() if name not in ("data", "empty")]
 
@@ -124,7 +126,7 @@ def test_a_bucket_that_does_not_exist_is_named(server):
 def test_without_obstore_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(
-        UsageError, match=r"s3://bucket/run7 is in a bucket.* install tfmw\[cloud\]"
+        UsageError, match=r"s3://bucket/run7 is in a bucket.* pip install '.\[cloud\]' in"
     ):
         Bucket("s3://bucket/run7")
 
@@ -150,3 +152,34 @@ def test_profiles_of_boto3_are_read(server, monkeypatch, tmp_path):
     bucket = Bucket(f"{server.url}/profile")
     bucket.put("a", b"1")
     assert bucket.read("a")[0] == b"1"  # type: ignore[index]
+
+
+def test_upload_copies_a_file_or_a_directory(server, tmp_path):
+    server.fault = lambda number, method, key: None
+    (tmp_path / "model" / "variables").mkdir(parents=True)
+    for name in ("saved_model.pb", "variables/data [0]%"):
+        (tmp_path / "model" / name).write_text(name)
+    tfmw.storage.upload(tmp_path / "model", f"{server.url}/uploads/model/")
+    tfmw.storage.upload(str(tmp_path / "model" / "saved_model.pb"), f"{server.url}/uploads/alone")
+    bucket = Bucket(f"{server.url}/uploads")
+    found = {name: bucket.read(name)[0].decode() for name in bucket.names()}  # type: ignore[index]
+    assert found == {
+        "alone": "saved_model.pb",
+        "model/saved_model.pb": "saved_model.pb",
+        "model/variables/data [0]%": "variables/data [0]%",
+    }
+    with pytest.raises(OSError, match="nothing has no files"):
+        tfmw.storage.upload(tmp_path / "nothing", f"{server.url}/uploads/model")
+    with pytest.raises(UsageError, match="expected a URL that begins with s3://, gs:// or az://"):
+        tfmw.storage.upload(tmp_path / "model", str(tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a", "az://bucket/a", "hdfs://host/a"])
+def test_what_writes_local_files_only_names_what_copies_them(url):
+    with pytest.raises(UsageError, match=r"no export can be written to .*tfmw.storage.upload"):
+        refuse_writing(url, "export")
+
+
+def test_local_paths_and_what_tensorflow_writes_pass():
+    for path in ("/a/b", "a", "gs://bucket/a", "file:///a", None, 3, b"a", io.BytesIO()):
+        refuse_writing(path, "export")

@@ -31,11 +31,16 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
+@pytest.fixture(params=["s3", "gs"])
 def make(server, request):
     server.fault = lambda number, method, key: None
-    bucket = Bucket(f"{server.url}/{request.node.name}", quick=True)
-    return lambda clock, owner="": LeasedObject(bucket, "lock", owner, clock)
+    bucket = Bucket(f"{request.param}://bucket/{request.node.name}", quick=True)
+
+    def made(clock, owner=""):
+        return LeasedObject(bucket, "lock", owner, clock)
+
+    made.url = bucket.url  # type: ignore[attr-defined]
+    return made
 
 
 def test_who_waits_takes_over_after_a_time_of_its_own(make):
@@ -67,7 +72,7 @@ def test_a_holder_that_was_paused_writes_nothing_more(make):
     clocks[1].now += TTL_S
     assert other.acquire()
     for _ in range(2):
-        with pytest.raises(Lost, match="another process has taken over s3://bucket/"):
+        with pytest.raises(Lost, match=r"another process has taken over (s3|gs)://bucket/"):
             paused.write("late")
         # Nor after it has read what the other one wrote; its own clock has stood still.
         assert paused.look() == "old"
@@ -110,11 +115,11 @@ def test_of_many_writers_at_once_one_gets_it(make):
     assert sorted(found) == [False] * 7 + [True]
 
 
-def test_of_a_process_of_this_machine_that_has_ended_it_is_free_at_once(make, server, request):
+def test_of_a_process_of_this_machine_that_has_ended_it_is_free_at_once(make):
     program = (
         "from tfmw.storage.bucket import Bucket\n"
         "from tfmw.storage.leased_object import LeasedObject\n"
-        f"lock = LeasedObject(Bucket('{server.url}/{request.node.name}'), 'lock')\n"
+        f"lock = LeasedObject(Bucket({make.url!r}), 'lock')\n"
         "assert lock.acquire()\n"
         "lock.write('left')\n"
     )
@@ -134,8 +139,8 @@ def test_a_lock_is_free_at_once_for_whom_it_may_follow(make):
         one.renew()
 
 
-def test_an_object_of_something_else_is_not_overwritten(make, server, request):
-    bucket = Bucket(f"{server.url}/{request.node.name}")
+def test_an_object_of_something_else_is_not_overwritten(make):
+    bucket = Bucket(make.url)
     bucket.put("lock", b"{}")
     with pytest.raises(OSError, match="lock is not of tfmw, or damaged"):
         make(Clock()).acquire()

@@ -43,11 +43,20 @@ from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import say
 from tfmw.storage import disk
 
+
+def _local_path(text: str) -> Path:
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a URL; expected a local directory, which tfmw.storage.upload copies"
+        )
+    return Path(text)
+
+
 # Converter of each metavar or flag; a directory of `check` may be a URL.
 _TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys("NMKI", int),
     "S": float,
-    **dict.fromkeys(("--log-dir", "--trace", "--token-file"), Path),
+    **dict.fromkeys(("--log-dir", "--trace", "--token-file"), _local_path),
 }
 
 # field of `RunOptions` -> the attribute of its flag

@@ -86,9 +86,12 @@ def problems_of(path: str) -> list[str]:
     """
     import tensorflow as tf
 
+    from tfmw.storage.bucket import is_bucket
     from tfmw.train.checkpoint import store
     from tfmw.train.saved_model import MANIFEST, verify_export
 
+    if is_bucket(path):
+        return store.verify(path)
     if not tf.io.gfile.isdir(path):
         return [f"not found: {path}: expected a backup_dir or an export_dir."]
     names = [name.rstrip("/") for name in tf.io.gfile.listdir(path)]

@@ -10,7 +10,7 @@ worker, as the ring all-reduce does. The chief writes a marker file into each di
 other tasks look for it.
 
 Standard library only, with two exceptions: TensorFlow in a separate process, which counts the GPUs,
-and `tf.io.gfile` for directories that are URLs.
+and obstore for directories in a bucket.
 """
 
 from __future__ import annotations

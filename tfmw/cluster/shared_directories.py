@@ -3,7 +3,7 @@
     with markers({"--backup_dir": "/shared"}) as (names, problems): ...       # on the chief
     problem = find_marker("--backup_dir", "/shared", name, "worker 0", 10.0)   # on other tasks
 
-A directory that does not exist is created, and removed afterwards. URLs go through `tf.io.gfile`.
+A directory that does not exist is created, and removed afterwards. URLs are places in buckets.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from tfmw.errors import UsageError
+from tfmw.storage.bucket import Bucket
 from tfmw.storage.disk import is_local
 
 _RETRY_S = 0.1
@@ -41,7 +42,7 @@ def markers(directories: Mapping[str, str]) -> Iterator[tuple[dict[str, str | No
                 marker = _local_marker if is_local(path) else _remote_marker
                 name = f".tfmw-check-{secrets.token_hex(8)}"
                 names[option] = stack.enter_context(marker(path, name))
-            except _gfile_errors() as error:
+            except (OSError, UsageError) as error:
                 reason = getattr(error, "strerror", None) or str(error)
                 problems.append(
                     f"{option} {path} cannot be written ({reason}): make it, give this user the "
@@ -61,7 +62,7 @@ def find_marker(option: str, path: str, name: str, chief: str, patience_s: float
         if time.monotonic() > deadline:
             return (
                 f"{option} {path} is not the same here as on {chief}: mount one file system there "
-                "on all machines (NFS, Lustre), or name a gs:// or s3:// path"
+                "on all machines (NFS, Lustre), or name a place in a bucket"
             )
         time.sleep(_RETRY_S)
     return None
@@ -88,31 +89,21 @@ def _local_marker(path: str, name: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _remote_marker(path: str, name: str) -> Iterator[str]:
-    import tensorflow as tf
-
-    tf.io.gfile.makedirs(path)
-    with tf.io.gfile.GFile(os.path.join(path, name), "w") as file:
-        file.write(name)
+    bucket = Bucket(path, quick=True)
+    bucket.put(name, name.encode())
     try:
         yield name
     finally:
-        tf.io.gfile.remove(os.path.join(path, name))
+        with contextlib.suppress(OSError):
+            bucket.remove([name])
 
 
 def _read(path: str) -> str | None:
     try:
         if is_local(path):
             return Path(path).read_text()
-        import tensorflow as tf
-
-        with tf.io.gfile.GFile(path) as remote:
-            text: str = remote.read()
-            return text
-    except _gfile_errors():
+        folder, _, name = path.rpartition("/")
+        found = Bucket(folder, quick=True).read(name)
+        return found[0].decode() if found is not None else None
+    except (OSError, UsageError):
         return None
-
-
-def _gfile_errors() -> tuple[type[BaseException], ...]:
-    if "tensorflow" not in sys.modules:
-        return (OSError,)
-    return (OSError, sys.modules["tensorflow"].errors.OpError)

@@ -6,3 +6,7 @@ bucket, and `leased_object.py` implements a lock in it.
 
 May import: `tfmw.errors`.
 """
+
+from tfmw.storage.bucket import upload
+
+__all__ = ["upload"]

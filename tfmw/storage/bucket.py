@@ -24,6 +24,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from tfmw.errors import UsageError
@@ -35,9 +36,11 @@ CHUNK = 8 << 20
 Version = dict[str, Any]
 """Identity of the content of an object: {"e_tag": ..., "version": ...}."""
 
+_WRITTEN_BY_TENSORFLOW = ("gs://", "file://", "ram://")
 _PARALLEL = 8  # number of concurrent requests for ranges
 _RETRY_S = 60.0  # seconds in which a request is repeated, after 500, 503 or a lost connection
 _QUICK_S = 3.0  # the same, for requests whose result is needed at once
+_ANSWER_S, _QUICK_ANSWER_S = 30.0, 2.0  # for one response, and for one that is needed at once
 _ENDPOINTS = (
     "AWS_ENDPOINT_URL_S3",
     "AWS_ENDPOINT_URL",
@@ -79,7 +82,7 @@ class Bucket:
 
     def __init__(self, url: str, quick: bool = False):
         self.url = url.rstrip("/")
-        self._api, self._store = _opened(self.url, _QUICK_S if quick else _RETRY_S)
+        self._api, self._store = _opened(self.url, quick)
 
     def read(self, name: str) -> tuple[bytes, Version] | None:
         """An object's content and version; None if it does not exist."""
@@ -126,6 +129,16 @@ class Bucket:
             found = self._api.get_ranges(self._store, name, starts=starts, lengths=lengths)
             return [bytes(part) for part in found]
 
+    def read_version(self, name: str, begin: int, end: int, etag: str) -> bytes | None:
+        """A range of bytes of an object; None if it is gone, or its ETag another one."""
+        changed = self._api.exceptions.PreconditionError, FileNotFoundError
+        with self._errors("read", name):
+            try:
+                options = {"range": (begin, end), "if_match": etag}
+                return bytes(self._api.get(self._store, name, options=options).bytes())
+            except changed:
+                return None
+
     def download(self, files: Iterable[tuple[str, int, str]]) -> None:
         """Reads objects into local files, ranges of several at a time.
 
@@ -159,6 +172,12 @@ class Bucket:
             found = self._api.list(self._store, folder or None)
             return {one["path"]: (one["size"], one["e_tag"]) for part in found for one in part}
 
+    def folders(self) -> list[str]:
+        """The names before the first slash of those that have one."""
+        with self._errors("listed", ""):
+            found = self._api.list_with_delimiter(self._store)
+            return [name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]]
+
     def remove(self, names: Sequence[str]) -> None:
         """Removes objects; missing ones are no error."""
         for name in names:
@@ -179,7 +198,54 @@ class Bucket:
             raise OSError(f"{place} cannot be {done}: {_reason(error)}") from None
 
 
-def _opened(url: str, retry_s: float) -> tuple[Any, Any]:
+def upload(source: str | os.PathLike[str], url: str) -> None:
+    """Copies a local file, or all files of a directory, into a bucket.
+
+    Callbacks and exports write local files. This copies them afterwards:
+
+        tfmw.storage.upload("build/model", "s3://bucket/model")
+
+    Args:
+        source: a file or a directory.
+        url: where it will be: "s3://bucket/model", "gs://bucket/model", "az://container/model".
+            Objects of the same names are replaced, others stay.
+
+    Raises:
+        UsageError: `url` is in no bucket, or obstore is not installed.
+        OSError: a file cannot be read or written.
+    """
+    if not is_bucket(url):
+        raise UsageError(
+            f"received {url!r}; expected a URL that begins with s3://, gs:// or az://."
+        )
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if os.path.isfile(source):
+        Bucket(parent).upload(os.fspath(source), name)
+        return
+    bucket = Bucket(url)
+    paths = [path for path in sorted(Path(source).rglob("*")) if path.is_file()]
+    if not paths:
+        raise OSError(f"{os.fspath(source)} has no files")
+    for path in paths:
+        bucket.upload(str(path), path.relative_to(source).as_posix())
+
+
+def refuse_writing(url: Any, what: str) -> None:
+    """Raises UsageError for a URL that TensorFlow and Keras do not write to.
+
+    Args:
+        url: anything; what is no URL passes.
+        what: is written there, for the message: "export".
+    """
+    text = os.fspath(url) if isinstance(url, str | os.PathLike) else ""
+    if isinstance(text, str) and "://" in text and not text.startswith(_WRITTEN_BY_TENSORFLOW):
+        raise UsageError(
+            f"no {what} can be written to {text!r}: write to a local path, and copy that with "
+            "tfmw.storage.upload afterwards."
+        )
+
+
+def _opened(url: str, quick: bool) -> tuple[Any, Any]:
     """(the module obstore, its store for a URL)."""
     try:
         import obstore
@@ -187,17 +253,17 @@ def _opened(url: str, retry_s: float) -> tuple[Any, Any]:
         import obstore.store
     except ImportError as error:
         raise UsageError(
-            f"{url} is in a bucket, which tfmw reads and writes by obstore: install tfmw[cloud] "
-            f"({error})."
+            f"{url} is in a bucket, which needs the package obstore: pip install '.[cloud]' in a "
+            "clone of tfmw."
         ) from error
     options: dict[str, Any] = {
         "client_options": {
-            "connect_timeout": "2s",
-            "timeout": "30s" if retry_s > _QUICK_S else "2s",
+            "connect_timeout": timedelta(seconds=_QUICK_ANSWER_S),
+            "timeout": timedelta(seconds=_QUICK_ANSWER_S if quick else _ANSWER_S),
         },
         "retry_config": {
             "max_retries": 10,
-            "retry_timeout": timedelta(seconds=retry_s),
+            "retry_timeout": timedelta(seconds=_QUICK_S if quick else _RETRY_S),
             "backoff": {
                 "init_backoff": timedelta(milliseconds=100),
                 "max_backoff": timedelta(seconds=5),

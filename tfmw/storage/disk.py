@@ -51,6 +51,11 @@ def is_local(path: str) -> bool:
     return "://" not in path
 
 
+def without_scheme(path: str) -> str:
+    """A local path for "file:///path"; others as they are."""
+    return path.removeprefix("file://")
+
+
 def absolute(path: str) -> str:
     """Path for processes that run in other directories; a URL stays as it is."""
     return os.path.abspath(path) if is_local(path) else path

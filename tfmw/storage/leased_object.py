@@ -71,9 +71,9 @@ class LeasedObject:
             "pid": os.getpid(),
         }
         # The version that was read or written last, and the time when this process saw it first.
+        self.since = 0.0
         self._version: Version | None = None
         self._token = ""
-        self._since = 0.0
         self._mutex = threading.RLock()
 
     def look(self) -> Any:
@@ -89,7 +89,7 @@ class LeasedObject:
             return {}
         text, version = found
         if version != self._version:
-            self._version, self._since = version, self._clock()
+            self._version, self.since = version, self._clock()
         try:
             content: dict[str, Any] = json.loads(text)
             self._token, self.data = content["token"], content["data"]
@@ -109,7 +109,7 @@ class LeasedObject:
                 return True
             asked = self._clock()
             content = self._read()
-            waited = self._clock() - self._since >= TTL_S
+            waited = self._clock() - self.since >= TTL_S
             if self._token not in ("", self._own["token"]) and not (
                 waited or _is_gone(content) or may_follow(self.holder)
             ):
@@ -152,7 +152,7 @@ class LeasedObject:
             version = self._bucket.replace(self._name, text, self._version)
         if version is None:
             return False
-        self._version, self._since = version, self._clock()
+        self._version, self.since = version, self._clock()
         self._token, self.data = content["token"], data
         return True
 

@@ -149,7 +149,7 @@ class FitArguments:
     def index_dir(self) -> str | None:
         """Directory of the indices of files of records; None if nothing resumes."""
         directory = None if self.backup is None else os.fspath(self.backup.backup_dir)
-        if directory is None or not disk.is_local(directory):
+        if directory is None:
             return None
         return os.path.join(disk.absolute(directory), record_index.DIRECTORY)
 

@@ -33,6 +33,7 @@ from tfmw.compat.table_variables import track_asset
 from tfmw.errors import UsageError, first_line
 from tfmw.observe.progress import blocking_call
 from tfmw.storage import directories, disk
+from tfmw.storage.bucket import refuse_writing
 from tfmw.tables.files import whole_tables
 from tfmw.tables.row_files import tables_in_files
 
@@ -71,7 +72,8 @@ def export(
         model: a built Keras model with plain variables, such as after `tfmw.fit`.
         path: the directory to write; an existing export is replaced. A remote path
             (`gs://bucket/model`) is written by `tf.io.gfile`, whose renames are as atomic as the
-            file system makes them.
+            file system makes them. For `s3://` and `az://`, write to a local directory, and copy
+            that with `tfmw.storage.upload`.
         pass_through: inputs that `serving_default` returns unchanged, by name: with
             `{"key": tf.TensorSpec([None], tf.string)}` it returns each prediction beside the key
             of its example.
@@ -129,6 +131,7 @@ def check_path(path: str | os.PathLike[str]) -> str:
         UsageError: `path` exists and is neither a SavedModel nor an empty directory; no directory
             can be created there; or TensorFlow could not load a SavedModel from there.
     """
+    refuse_writing(path, "export")
     if directories.is_pattern(os.fspath(path)):
         raise UsageError(
             f"no export is written to {os.fspath(path)!r}: tf.saved_model.load takes a backslash, "

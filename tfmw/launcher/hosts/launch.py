@@ -26,6 +26,7 @@ from tfmw.launcher.hosts.settings import HostSettings
 from tfmw.launcher.hosts.supervisor_loop import run_on_hosts
 from tfmw.launcher.options import LocalRun, require
 from tfmw.launcher.run import check_program
+from tfmw.storage.bucket import is_bucket
 
 SHORTEST_TOKEN = 16  # minimum number of characters
 
@@ -113,6 +114,8 @@ def _check_settings(settings: HostSettings) -> None:
 def rendezvous_of(argv: Sequence[str]) -> str:
     """Path of the lock, beside the program's backups."""
     found = backup_dir_of(argv) or os.environ.get(BACKUP_DIR)
+    if found is not None and is_bucket(found):
+        return f"{found.rstrip('/')}/supervisors"
     if found is None or "://" in found:
         raise UsageError(
             "restarts on several hosts require a lock that all of them reach, and the script has "

@@ -31,6 +31,7 @@ from tfmw.compat import models
 from tfmw.errors import UsageError
 from tfmw.observe.trackers import logs_to_tracker
 from tfmw.storage import disk
+from tfmw.storage.bucket import refuse_writing
 from tfmw.train.callbacks.log import Log
 
 # Keras's callbacks that write files, print or send reports: only one task may run them.
@@ -111,7 +112,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     nothing and returns the history, and a larger `epochs=` trains on.
 
     Args:
-        backup_dir: a directory of this run alone; local, or a URL that `tf.io.gfile` opens.
+        backup_dir: a directory of this run alone; local, or in a bucket: "s3://bucket/run7",
+            "gs://..." or "az://...".
         save_freq: "epoch", a number of steps, "continuous", or a time such as "10 s" (see
             `tfmw.fit`).
         double_checkpoint: accepted for compatibility with Keras; two backups are always kept.
@@ -181,9 +183,12 @@ def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
     """The callbacks that this task runs.
 
     Raises:
-        UsageError: a callback that cannot work on several workers.
+        UsageError: a callback that cannot work on several workers, or writes where it cannot.
     """
     flat = tf.nest.flatten(callbacks) if callbacks else []
+    for callback in flat:
+        for name in ("filepath", "filename", "log_dir"):
+            refuse_writing(getattr(callback, name, None), f"{name} of {type(callback).__name__}")
     for callback in flat if workers > 1 else ():
         if type(callback).__name__ == "OrbaxCheckpoint":
             raise UsageError(

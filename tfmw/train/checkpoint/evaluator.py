@@ -69,7 +69,12 @@ def watch(
     Raises:
         UsageError: the backups are of another model, or the model does not log a loss.
     """
-    path = os.fspath(backup_dir)
+    path = disk.without_scheme(os.fspath(backup_dir))
+    if not disk.is_local(path):
+        raise UsageError(
+            f"the evaluator writes its logs and the best model beside the backups, and backup_dir "
+            f"{path!r} is in a bucket: use a directory that it shares with the chief."
+        )
     evaluation = _Evaluation(model, evaluate, path)
     store = BackupStore(path)
     polls = 0  # number of polls that have found no backup
@@ -182,11 +187,7 @@ def _watching(path: str) -> Iterator[None]:
     lock = os.path.join(path, EVALUATOR_LOCK)
     with contextlib.ExitStack() as stack:
         try:
-            if disk.is_local(path):
-                stack.enter_context(disk.file_lock(lock))
-            else:
-                with tf.io.gfile.GFile(lock, "w") as file:
-                    file.write("watching\n")
+            stack.enter_context(disk.file_lock(lock))
         except BlockingIOError:
             raise UsageError(
                 f"another evaluator already watches {path!r}: run one evaluator for a backup_dir."

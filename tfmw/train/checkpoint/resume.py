@@ -35,7 +35,8 @@ from tfmw.compat import models
 from tfmw.data.random_state import restore_random_state
 from tfmw.errors import Preempted, TfmwError, UsageError, first_line
 from tfmw.launcher.output import say
-from tfmw.storage import directories, disk, fence
+from tfmw.storage import directories, fence
+from tfmw.storage.bucket import is_bucket
 from tfmw.tables.files import NotFinite
 from tfmw.tables.table import is_table
 from tfmw.train.callbacks import BackupAndRestore
@@ -44,7 +45,7 @@ from tfmw.train.checkpoint import state
 from tfmw.train.checkpoint.compatibility import refuse_other, signature
 from tfmw.train.checkpoint.schedule import BackgroundWriter, Schedule
 from tfmw.train.checkpoint.store import Backup, BackupStore
-from tfmw.train.checkpoint.tensor_files import SharedWrite, SlotParts, TableBackups, is_shared
+from tfmw.train.checkpoint.tensor_files import SharedWrite, SlotParts, TableBackups
 
 logger = logging.getLogger("tfmw")
 
@@ -149,6 +150,7 @@ class Backups:
     def _open(self) -> dict[str, Any] | None:
         self._stack.enter_context(self._store.locked())
         record = self._store.newest_intact(self._read)
+        self._store.files.forget()
         if record is None:
             self._store.clear()
         return record
@@ -157,7 +159,7 @@ class Backups:
         if backup.record["done"] and _is_of_earlier_fit(backup.record["run"]):
             return None
         self.tensors = backup.tensors(servers=len(membership.current_cluster().ps))
-        say(f"tfmw: restored step {backup.step} from {backup.path}")
+        say(f"tfmw: restored step {backup.step} from {backup.name}")
         return backup.record
 
     def _install_signals(self) -> None:
@@ -203,6 +205,11 @@ class Backups:
 
         def check() -> None:
             has_tables = any(map(is_table, state.named(model).values()))
+            if has_tables and is_bucket(self.path):
+                raise UsageError(
+                    f"backup_dir {self.path!r} is in a bucket, and parameter servers write their "
+                    "tables into a directory: name one that all of them share."
+                )
             if directories.is_pattern(self.path) and has_tables:
                 raise UsageError(
                     f"backup_dir {self.path!r} has a backslash or brackets, which TensorFlow on "
@@ -286,7 +293,7 @@ class Backups:
     @functools.cached_property
     def takes_parts(self) -> bool:
         """Whether each task can write its shard of the state. All tasks must call it."""
-        return disk.is_local(self.path) and is_shared(self._group, self.path)
+        return self._store.files.takes_parts(self._group)
 
     def save(
         self,
@@ -316,9 +323,7 @@ class Backups:
         shared = None
         if parts is not None:
             try:
-                shared = self._shared = SharedWrite.begin(
-                    self._group, lambda: self._store.path_of(step)
-                )
+                shared = self._shared = SharedWrite.begin(self._group, self._store.files, step)
             except OSError as e:
                 self._not_written(e)
                 return

@@ -20,12 +20,9 @@ One backup is one directory `step_<n>` with these files:
 The record has the version of the format: 1, or 2 with tables. Version 1 with tables, which has all
 rows in `tensors`, can be read, too.
 
-A backup is written under a temporary name, flushed and renamed (`tfmw.storage`). The two newest are
-kept, and one more if these share files of tables. Reading is safe: no pickle, no code, no links
-followed, and never more memory than the files have bytes. Paths are local, or URLs that
-`tf.io.gfile` opens. Object stores have no atomic rename; there a backup has a file `writing` until
-it is complete. A backup with neither this file nor a record is damaged, for example by a partial
-copy.
+A backup appears whole or not at all, in a local directory or in a bucket (`backup_files.py`). The
+two newest are kept, and one more if these share files of tables. Reading is safe: no pickle, no
+code, no links followed, and never more memory than the files have bytes.
 
     problems = verify("/shared/backups/run7")         # [] or one sentence for each problem
 """
@@ -40,8 +37,7 @@ import logging
 import math
 import os
 import re
-import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,8 +45,9 @@ import tensorflow as tf
 
 from tfmw.data import record_index
 from tfmw.errors import TfmwError, UsageError, first_line
-from tfmw.storage import directories, disk, fence
+from tfmw.storage import directories, disk
 from tfmw.tables import files
+from tfmw.train.checkpoint.backup_files import NAME, files_of
 from tfmw.train.checkpoint.tensor_files import PREFIX, TABLES, SavedTensors, SharedWrite, TableRows
 
 logger = logging.getLogger("tfmw")
@@ -61,10 +58,7 @@ EVALUATOR_LOCK = "EVALUATOR"
 """File that an evaluator locks while it watches, and removes after the last backup."""
 
 KEPT = 2
-_PATIENCE_S = 15.0  # time to wait for the lock of an earlier attempt, on another host
 _RECORD = "record.json"
-_UNFINISHED = "writing"  # file in an object store, in a backup that is being written or removed
-_NAME = re.compile(r"step_(\d{12})")
 _FILES = re.compile(rf"({PREFIX}|{TABLES})\.(index|data-\d{{5}}-of-\d{{5}})")
 # Python's errors for content that `BackupStore` never writes; a deep record is a RecursionError.
 _MALFORMED = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
@@ -75,15 +69,12 @@ class Damaged(TfmwError):
     """Error for a backup whose checksums do not match, or with content that is never written."""
 
 
-class Incomplete(Damaged):
-    """Error for a backup whose writing was interrupted."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Backup:
     """One complete and verified backup."""
 
-    path: str  # directory of the backup
+    name: str  # directory of the backup, which may be in a bucket
+    path: str  # local directory from which it is read
     step: int  # number of training steps at the time of the backup
     record: dict[str, Any]  # record of `BackupStore.write`
     layout: files.Layout  # the slices of tables
@@ -114,7 +105,7 @@ class Backup:
                 files.verify(prefix, self.layout, shapes, types, servers, only_changed=True)
             return SavedTensors(whole, arrays, self.layout, prefix if self.changed else None)
         except (*_MALFORMED, MemoryError, tf.errors.OpError) as e:
-            raise Damaged(f"backup {self.path} is damaged: {first_line(e)}") from e
+            raise Damaged(f"backup {self.name} is damaged: {first_line(e)}") from e
 
     def _listed(self, reader: Any, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """The shapes and types of a checkpoint's tensors."""
@@ -133,72 +124,31 @@ class BackupStore:
     """A directory of backups, written by one process at a time.
 
     Args:
-        path: a local path, or a URL that `tf.io.gfile` opens.
+        path: a local directory, or one in a bucket, "s3://bucket/run7".
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = os.fspath(path)
-        directories.check_name(self.path)
-        self._local = disk.is_local(self.path)
+        self.files = files_of(os.fspath(path))
+        self.path = self.files.path
+        if disk.is_local(self.path):
+            directories.check_name(self.path)
         self._damaged: set[int] = set()  # steps of damaged backups
-        self._holds_lock: Callable[[], bool] = lambda: True
 
-    # ------------------------------------------------------------ one run at a time
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[None]:
         """Locks the directory for this run, and removes incomplete writes of killed runs.
-
-        The lock is on the file `LOCK`, see `disk.file_lock`; object stores have none.
 
         Raises:
             UsageError: another process holds the lock, or it cannot be taken.
         """
-        tf.io.gfile.makedirs(self.path)
-        with contextlib.ExitStack() as stack:
-            if self._local:
-                self._lock(stack)
-            directories.clean_up(self.path, _NAME)
-            yield
-
-    def _lock(self, stack: contextlib.ExitStack) -> None:
-        path = os.path.join(self.path, "LOCK")
-        # A host that was cut off ends its tasks by itself, a few seconds after the others detect
-        # it.
-        patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
-        try:
-            lock = disk.file_lock(path, patience_s, fence.owner())
-            self._holds_lock = stack.enter_context(lock)
-        except BlockingIOError:
-            if fence.precedes(disk.holder_of(path)):
-                # A task whose supervisor hangs may hold it, or a machine for which a file server
-                # still waits.
-                logger.warning(
-                    "%s is locked by an earlier attempt of this run (%s), which may write nothing "
-                    "any more; continuing without the lock",
-                    path,
-                    disk.holder_of(path),
-                )
-                return
-            raise UsageError(
-                f"backup directory {self.path!r} is in use by another run "
-                f"({disk.holder_of(path)}): wait for it, or give this run a directory of its "
-                "own."
-            ) from None
-        except OSError as e:
-            raise UsageError(
-                f"backup directory {self.path!r} cannot be locked ({e}): expected a directory that "
-                "this process may write to, and in it no LOCK or a plain file of that name that "
-                "this user owns."
-            ) from e
+        return self.files.locked()
 
     def has_evaluator(self) -> bool:
         """Whether an evaluator watches this directory and has not evaluated all backups."""
-        return bool(tf.io.gfile.exists(os.path.join(self.path, EVALUATOR_LOCK)))
+        return os.path.exists(os.path.join(self.path, EVALUATOR_LOCK))
 
     def path_of(self, step: int) -> str:
-        """The directory of the backup of one step."""
-        return os.path.join(self.path, f"step_{step:012d}")
+        """How the backup of one step is called: its directory, if that is local."""
+        return self.files.path_of(step)
 
     # ------------------------------------------------------------ writing
 
@@ -216,7 +166,7 @@ class BackupStore:
             step: number of training steps so far; a backup of the same step is replaced.
             tensors: name -> array, of any dtype of TensorFlow.
             record: JSON values.
-            shared: the shared write of several tasks, in a local directory.
+            shared: the shared write of several tasks.
             rows: rows of tables, which their servers write.
 
         Returns:
@@ -226,12 +176,9 @@ class BackupStore:
             OSError or tf.errors.OpError: it could not be written; older backups are untouched.
             NotFinite: a table has a value that is not finite; older backups are untouched.
         """
-        final = self.path_of(step)
         layout = {} if rows is None else rows.files.layout
         changed = rows is not None and rows.base is not None
-
-        def write(directory: str) -> None:
-            tf.io.gfile.makedirs(directory)
+        with self.files.writing(step, None if shared is None else shared.begun) as directory:
             prefix = os.path.join(directory, PREFIX)
             if shared is not None:
                 shared.write(prefix, tensors)
@@ -240,21 +187,9 @@ class BackupStore:
             else:
                 files.save_tensors(prefix, tensors)
             _write_record(directory, step, layout, changed, record)
-            if not self._holds_lock():
-                raise OSError("another run has taken the lock, as this process was stopped")
-
-        if self._local:
-            named = None if shared is None else shared.directory
-            with directories.atomic_directory(final, named) as temporary:
-                write(temporary)
-        else:
-            self._damaged.add(step)  # until it is complete
-            _empty(final)
-            write(final)
-            tf.io.gfile.remove(os.path.join(final, _UNFINISHED))
         self._damaged.discard(step)
         self._prune(step)
-        return final
+        return self.path_of(step)
 
     def _prune(self, newest: int) -> None:
         steps = self.steps()
@@ -268,8 +203,8 @@ class BackupStore:
         for step in steps:
             # Higher steps belong to an abandoned run: the last write is valid.
             if step not in kept:
-                with contextlib.suppress(OSError, tf.errors.OpError):
-                    self._remove(step)
+                with contextlib.suppress(OSError):
+                    self.files.remove(step)
 
     def _file_of_tables(self, step: int) -> int | None:
         """Identity of a backup's file of tables, equal for all links to it; None if it has none."""
@@ -281,29 +216,14 @@ class BackupStore:
     def clear(self) -> None:
         """Removes all backups."""
         for step in self.steps():
-            self._remove(step)
-        with contextlib.suppress(OSError, tf.errors.OpError):
-            tf.io.gfile.rmtree(os.path.join(self.path, record_index.DIRECTORY))
-
-    def _remove(self, step: int) -> None:
-        """Removes a backup. If interrupted, it leaves a remainder that the next run recognizes."""
-        path = self.path_of(step)
-        if self._local:
-            leftover = directories.name_beside(path)
-            os.rename(path, leftover)
-            path = leftover
-        else:
-            _empty(path)
-        directories.remove(path)
+            self.files.remove(step)
+        self.files.remove_folder(record_index.DIRECTORY)
 
     # ------------------------------------------------------------ reading
 
     def steps(self) -> list[int]:
         """Steps of all backups, complete or not, in order."""
-        if not tf.io.gfile.exists(self.path):
-            return []
-        found = [_NAME.fullmatch(name.rstrip("/")) for name in tf.io.gfile.listdir(self.path)]
-        return sorted(int(m.group(1)) for m in found if m)
+        return self.files.steps()
 
     def newest(self) -> Backup | None:
         """The newest backup with valid record and sizes; see `newest_intact`."""
@@ -331,7 +251,7 @@ class BackupStore:
                 logger.warning("%s; the previous backup is used", e)
                 if backup is not None:
                     damaged.append(f"step {step} is damaged")
-                elif not isinstance(e, Incomplete):
+                else:
                     damaged.append(str(e))
         if damaged:
             raise UsageError(
@@ -344,18 +264,14 @@ class BackupStore:
         """The backup of one step.
 
         Raises:
-            Incomplete, Damaged: writing was interrupted, or the content has changed.
+            Damaged: the content has changed.
             UsageError: the backup has a format that this version does not read.
         """
-        path = self.path_of(step)
-        target = os.path.join(path, _RECORD)
+        name = self.path_of(step)
         try:
-            if self._local:
-                _refuse_all_but_files(path)
-            names = [] if self._local else tf.io.gfile.listdir(path)  # read before the record
+            path = self.files.local(step)
+            target = os.path.join(path, _RECORD)
             if not tf.io.gfile.exists(target):
-                if not self._local and (_UNFINISHED in names or not names):
-                    raise Incomplete(f"backup {path} is incomplete: its writing was interrupted")
                 raise ValueError(f"it has no {_RECORD}")
             if tf.io.gfile.stat(target).length > _LARGEST_RECORD:
                 raise ValueError(f"{_RECORD} is too large to be one")
@@ -369,17 +285,17 @@ class BackupStore:
             readable = [1, _format(layout)]
             if body["format"] not in readable:
                 raise UsageError(
-                    f"backup {path} has format {body['format']}, this version reads up to "
+                    f"backup {name} has format {body['format']}, this version reads up to "
                     f"{readable[-1]}: resume with the version that wrote it, or use another "
                     "backup_dir."
                 )
             in_tensors = body["format"] != readable[-1]
-            for name, size in body["sizes"].items():
-                if not _FILES.fullmatch(name):
-                    raise ValueError(f"it lists a file {name!r}")
-                found = tf.io.gfile.stat(os.path.join(path, name)).length
+            for file, size in body["sizes"].items():
+                if not _FILES.fullmatch(file):
+                    raise ValueError(f"it lists a file {file!r}")
+                found = tf.io.gfile.stat(os.path.join(path, file)).length
                 if found != size:
-                    raise ValueError(f"{name} has {found} of {size} bytes")
+                    raise ValueError(f"{file} has {found} of {size} bytes")
             index = directories.sha256(os.path.join(path, f"{PREFIX}.index"))
             of_tables = None if in_tensors else _index_of_tables(path, layout)
             if (index, of_tables) != (body["index_sha256"], body.get("tables_index_sha256")):
@@ -389,9 +305,9 @@ class BackupStore:
         except UsageError:
             raise
         except (*_MALFORMED, OSError, tf.errors.OpError) as e:
-            raise Damaged(f"backup {path} is damaged: {first_line(e)}") from e
+            raise Damaged(f"backup {name} is damaged: {first_line(e)}") from e
         holder, changed = PREFIX if in_tensors else TABLES, bool(body.get("changed"))
-        return Backup(path, step, body["record"], layout, holder, changed)
+        return Backup(name, path, step, body["record"], layout, holder, changed)
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
@@ -403,11 +319,11 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     Returns:
         One sentence for each problem; none if every backup is intact.
     """
-    directory = os.fspath(path).rstrip("/")
-    if not tf.io.gfile.isdir(directory):
+    directory = disk.without_scheme(os.fspath(path)).rstrip("/")
+    if disk.is_local(directory) and not os.path.isdir(directory):
         return [f"{directory} is not a directory."]
     parent, name = os.path.split(directory)
-    one = _NAME.fullmatch(name)
+    one = NAME.fullmatch(name)
     store = BackupStore(parent if one else directory)
     steps = [int(one[1])] if one else store.steps()
     if not steps:
@@ -418,6 +334,8 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
             store.read(step).tensors()
         except TfmwError as e:
             problems.append(f"{e}.")
+        finally:
+            store.files.forget()
     return problems
 
 
@@ -438,20 +356,9 @@ def _write_record(
             "record": dict(record),
         }
     )
-    fence.check()  # where a rename is not atomic, the record makes the backup complete
     sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
     with tf.io.gfile.GFile(os.path.join(directory, _RECORD), "w") as file:
         file.write(sealed)
-
-
-def _empty(path: str) -> None:
-    """Marks a backup in an object store as unfinished, then removes its files."""
-    tf.io.gfile.makedirs(path)
-    with tf.io.gfile.GFile(os.path.join(path, _UNFINISHED), "w") as file:
-        file.write(_UNFINISHED)
-    for name in tf.io.gfile.listdir(path):
-        if name != _UNFINISHED:
-            directories.remove(os.path.join(path, name))
 
 
 def _format(layout: files.Layout | None) -> int:
@@ -462,12 +369,3 @@ def _format(layout: files.Layout | None) -> int:
 def _index_of_tables(directory: str, layout: files.Layout) -> str | None:
     """Checksum of the index of tables, if there are any."""
     return directories.sha256(os.path.join(directory, f"{TABLES}.index")) if layout else None
-
-
-def _refuse_all_but_files(path: str) -> None:
-    """Raises ValueError unless `path` is a directory that contains only plain files."""
-    if not stat.S_ISDIR(os.lstat(path).st_mode):
-        raise ValueError("it is not a directory")
-    for name in os.listdir(path):
-        if not stat.S_ISREG(os.lstat(os.path.join(path, name)).st_mode):
-            raise ValueError(f"{name!r} in it is not a plain file")

@@ -1,6 +1,6 @@
 """The tensors of one backup on disk: TensorFlow checkpoints, which several processes may write.
 
-    shared = SharedWrite.begin(group, target)       # all tasks; the chief creates the directory
+    shared = SharedWrite.begin(group, files, step)  # all tasks; the chief creates the directory
     shared.pieces = [...]                           # the slices of this task
     shared.write_part()                             # on each other task
     shared.write(prefix, tensors)                   # on the chief, which waits for the others
@@ -28,11 +28,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.cluster import shared_directories
 from tfmw.cluster.group import Group
 from tfmw.errors import first_line
 from tfmw.storage import directories
-from tfmw.storage.disk import flush
 from tfmw.tables.files import (
     Layout,
     TableFiles,
@@ -42,6 +40,7 @@ from tfmw.tables.files import (
     save_tensors,
     write_checkpoint,
 )
+from tfmw.train.checkpoint.backup_files import BucketFiles, LocalFiles
 
 logger = logging.getLogger("tfmw")
 
@@ -63,60 +62,55 @@ class SlotParts:
 
 
 class SharedWrite:
-    """Write of one backup by all tasks, into a directory that they share.
+    """Write of one backup by all tasks.
 
     Args:
         group: the tasks.
-        directory: directory to write to; the chief has created it.
+        begun: the result of `files.begin` on the chief.
+        files: where the backup is written.
     """
 
-    def __init__(self, group: Group, directory: str):
-        self.directory = directory
+    def __init__(self, group: Group, begun: str, files: LocalFiles | BucketFiles):
+        self.begun = begun
         self.pieces: Sequence[TensorSlice] = ()  # the slices of this task
         self._group = group
-        self._key = f"tfmw-backup/{os.path.basename(directory)}"
+        self._files = files
+        self._key = f"tfmw-backup/{os.path.basename(begun)}"
         self._given_up = threading.Event()
 
     @classmethod
-    def begin(cls, group: Group, target: Callable[[], str]) -> SharedWrite:
-        """Creates the directory of a backup under a temporary name. All tasks must call it.
-
-        Args:
-            group: the tasks.
-            target: function that returns its later name; called on the chief.
+    def begin(cls, group: Group, files: LocalFiles | BucketFiles, step: int) -> SharedWrite:
+        """Creates the directory that the tasks write to. All tasks must call it.
 
         Raises:
             OSError: the chief cannot create it; raised on all tasks.
         """
 
         def create() -> dict[str, str]:
-            temporary = directories.name_beside(target())
             try:
-                os.makedirs(temporary)
+                return {"begun": files.begin(step)}
             except OSError as e:
                 return {"error": str(e)}
-            return {"directory": temporary}
 
         created = group.from_chief(create)
         if "error" in created:
             raise OSError(created["error"])
-        return cls(group, created["directory"])
+        return cls(group, created["begun"], files)
 
     def _prefix_of(self, rank: int) -> str:
-        return os.path.join(self.directory, f"part-{rank:05d}")
+        return os.path.join(self._files.directory_of(self.begun), f"part-{rank:05d}")
 
     def write_part(self) -> None:
         """Writes this task's slices and reports to the chief, also about an error of the disk."""
-        error = None
-        prefix = self._prefix_of(self._group.rank)
+        error, handed = None, {}
         try:
             if self.pieces:
+                prefix = self._prefix_of(self._group.rank)
                 save_tensors(prefix, {}, self.pieces)
-                for path in directories.files_of(prefix):
-                    flush(path)
+                handed = self._files.hand_over(self.begun, directories.files_of(prefix))
         except (OSError, tf.errors.OpError) as e:
             error = first_line(e)
-        report = {"error": error, "wrote": bool(self.pieces)}
+        report = {"error": error, "wrote": bool(self.pieces), "files": handed}
         self._group.post(f"{self._key}/{self._group.rank}", report)
 
     def write(self, prefix: str, tensors: Mapping[str, Any]) -> None:
@@ -144,8 +138,7 @@ class SharedWrite:
         """Removes the files of all tasks, on the chief: there is no backup."""
         with contextlib.suppress(OSError):
             self._wait_for_others()
-        with contextlib.suppress(OSError):
-            directories.remove(self.directory)
+        self._files.abandon(self.begun)
 
     def _wait_for_others(self) -> list[int]:
         """Waits until all others have written; returns the ranks of those that had slices."""
@@ -161,22 +154,8 @@ class SharedWrite:
         for rank, report in reports.items():
             if report["error"] is not None:
                 raise OSError(f"worker {rank} could not write its part: {report['error']}")
+            self._files.take_over(self.begun, report["files"])
         return [rank for rank, report in reports.items() if report["wrote"]]
-
-
-def is_shared(group: Group, path: str) -> bool:
-    """Whether all tasks can write to a local directory, and see the files of others.
-
-    All tasks must call it: each looks for the chief's file there, and the chief for those of all.
-    """
-    with shared_directories.markers({"": path}) as (names, _):
-        written = group.from_all(names[""])
-        looked_for = written if group.is_chief else written[:1]
-        seen = all(
-            name is not None and shared_directories.find_marker("", path, name, "", 0.0) is None
-            for name in looked_for
-        )
-        return all(group.from_all(seen))
 
 
 # ---------------------------------------------------------------- tables
