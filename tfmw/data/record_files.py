@@ -31,10 +31,12 @@ from tfmw.compat.file_readers import FileReader
 from tfmw.compat.pipelines import INFINITE, SAME, Pipeline
 from tfmw.compat.shuffles import ShuffleOrder
 from tfmw.data import record_index
+from tfmw.data.bucket_files import BucketFile, expanded
 from tfmw.data.by_index import Rows, from_index, stacked
 from tfmw.data.values import SharedOrder
 from tfmw.errors import UsageError
 from tfmw.storage import disk
+from tfmw.storage.bucket import is_bucket
 
 logger = logging.getLogger("tfmw")
 
@@ -56,7 +58,9 @@ def from_records(
     the bytes are not compared.
 
     Args:
-        files: one path or several, on a disk that all workers see, without compression.
+        files: one path or several, on a disk that all workers see or in a bucket, without
+            compression: "s3://bucket/train-*.tfrecord", "gs://...", "az://...". Of files in a
+            bucket, each worker fetches its own records, and those less than 16 KiB between them.
         kind: "tfrecord", or "text" for lines.
         index_dir: keeps the index, 16 bytes a record; a file that has changed gets a new one.
             Without it each start goes through the headers of all records, or through all lines.
@@ -85,7 +89,9 @@ def from_tars(
     samples only, and of them these members only; a resumed run reads no sample again.
 
     Args:
-        files: one path or several, on a disk that all workers see, without compression.
+        files: one path or several, on a disk that all workers see or in a bucket, without
+            compression: "s3://bucket/train-*.tfrecord", "gs://...", "az://...". Of files in a
+            bucket, each worker fetches its own records, and gaps of less than 16 KiB between them.
         extensions: extensions of the members to read: the part of a name after its first dot.
         index_dir: keeps the index; see `from_records`.
 
@@ -103,7 +109,8 @@ def from_tars(
 
 def _paths(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
     several = [files] if isinstance(files, str | os.PathLike) else files
-    return [disk.absolute(os.fspath(path)) for path in several]
+    paths = [disk.absolute(os.fspath(path)) for path in several]
+    return [found for path in paths for found in expanded(path)]
 
 
 class _Samples:
@@ -116,8 +123,15 @@ class _Samples:
         return len(self._records) // len(self._extensions)
 
     def __getitem__(self, number: int) -> dict[str, bytes]:
-        first = number * len(self._extensions)
-        return {name: self._records[first + k] for k, name in enumerate(self._extensions)}
+        columns: dict[str, Any] = self.columns_at([number])
+        return {name: column[0] for name, column in columns.items()}
+
+    def columns_at(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+        """The members of these samples, by extension: object [n] each."""
+        count = len(self._extensions)
+        members = np.asarray(numbers)[:, None] * count + np.arange(count)
+        found = self._records.columns_at(members.reshape(-1).tolist()).reshape(-1, count)
+        return {name: found[:, k] for k, name in enumerate(self._extensions)}
 
 
 class Records:
@@ -137,9 +151,11 @@ class Records:
         ]
         self._ends: np.ndarray = np.cumsum(self.counts)
 
-        def opened(file: int) -> tuple[_File, np.ndarray]:
+        def opened(file: int) -> tuple[_File | BucketFile, np.ndarray]:
+            path = paths[file]
             index = indices[file]  # indices on disk are memory-mapped, each with a file descriptor
-            return _File(paths[file]), index_of(paths[file]) if index is None else index
+            opened = BucketFile(path) if is_bucket(path) else _File(path)
+            return opened, index_of(path) if index is None else index
 
         self._opened = functools.lru_cache(_OPENED)(opened)
 
@@ -147,15 +163,21 @@ class Records:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, number: int) -> bytes:
-        file = int(np.searchsorted(self._ends, number, side="right"))
-        opened, index = self._opened(file)
-        begin, end = map(int, index[number - int(self._ends[file]) + len(index)])
-        return os.pread(opened.descriptor, end - begin, begin)
+        columns: Any = self.columns_at([number])
+        record: bytes = columns[0]
+        return record
 
     def columns_at(self, numbers: Sequence[int]) -> np.ndarray:
         """The bytes of these records: object [n]."""
         found: np.ndarray = np.empty(len(numbers), object)
-        found[:] = [self[number] for number in numbers]
+        files = np.searchsorted(self._ends, numbers, side="right")
+        for file in map(int, np.unique(files)):
+            (places,) = np.nonzero(files == file)
+            opened, index = self._opened(file)
+            first = int(self._ends[file]) - len(index)
+            records = opened.read(index[np.asarray(numbers)[places] - first].tolist())
+            for place, record in zip(places, records, strict=True):
+                found[place] = record
         return found
 
 
@@ -165,6 +187,9 @@ class _File:
     def __init__(self, path: str):
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [os.pread(self.descriptor, end - begin, begin) for begin, end in ranges]
 
 
 def from_parquet(
@@ -178,7 +203,7 @@ def from_parquet(
     or shuffle before you write.
 
     Args:
-        files: a path, a pattern, or several paths, in the order of the rows.
+        files: a path, a pattern, or several paths, in the order of the rows; also in a bucket.
         columns: names of the columns to read; by default all. A column of lists needs lists of one
             length.
 
@@ -187,7 +212,8 @@ def from_parquet(
     """
     found: list[str] = []
     for path in _paths(files):
-        found += [path] if os.path.exists(path) else sorted(glob.glob(path))
+        there = is_bucket(path) or os.path.exists(path)
+        found += [path] if there else sorted(glob.glob(path))
     if not found:
         raise UsageError(f"no parquet file {files!r}: expected a path, a pattern or several paths.")
     return from_index(_ParquetRows(found, columns))
@@ -199,7 +225,11 @@ class _ParquetRows:
     def __init__(self, paths: Sequence[str], columns: Sequence[str] | None):
         import pyarrow.parquet
 
-        self._open, self._columns = pyarrow.parquet.ParquetFile, columns
+        def opened(path: str) -> Any:
+            source = BucketFile(path).opened() if is_bucket(path) else path
+            return pyarrow.parquet.ParquetFile(source)
+
+        self._open, self._columns = opened, columns
         self._groups: list[tuple[str, int]] = []
         sizes = []
         for path in paths:
@@ -316,6 +346,8 @@ def _files_of(
         return None
     of_elements = names.dataset.map(reader.names)
     files = [[os.fsdecode(name) for name in each.numpy()] for each in of_elements]
+    if any(is_bucket(name) for each in files for name in each):
+        return None  # TensorFlow reads them, as far as it can
     return reader, shuffle, files
 
 

@@ -8,8 +8,11 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
+import functools
 import hashlib
+import io
 import itertools
 import json
 import mmap
@@ -20,11 +23,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from tfmw.errors import UsageError
+from tfmw.storage.bucket import Bucket, is_bucket
 from tfmw.storage.disk import flush, replacing
 
 DIRECTORY = "record_index"
@@ -84,7 +88,8 @@ def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
     Args:
         path: path of a file without compression.
         kind: "tfrecord", "text", or "tar/" and the extensions of the members.
-        index_dir: directory that keeps it, 16 bytes a record; None creates it in each call.
+        index_dir: directory that keeps it, also in a bucket, 16 bytes a record; None creates it in
+            each call.
 
     Returns:
         int64 [records, 2]: begin and end of the bytes of each record.
@@ -92,6 +97,14 @@ def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
     Raises:
         UsageError: the file is missing, compressed or incomplete.
     """
+    if is_bucket(path):
+        # Not above: the process that makes indices would import TensorFlow with it.
+        from tfmw.data.bucket_files import BucketFile
+
+        file = BucketFile(path)
+        with contextlib.ExitStack() as stack:
+            made = functools.cache(lambda: _index(stack.enter_context(file.copy()), kind))
+            return made() if index_dir is None else _kept(f"{file.version} {kind}", made, index_dir)
     try:
         facts = os.stat(path)
     except OSError as error:
@@ -101,12 +114,28 @@ def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
     if index_dir is None:
         return _index(path, kind)
     version = f"{os.path.abspath(path)} {facts.st_size} {facts.st_mtime_ns} {kind}"
+    return _kept(version, lambda: _index(path, kind), index_dir)
+
+
+def _kept(
+    version: str, make: Callable[[], np.ndarray], index_dir: str | os.PathLike[str]
+) -> np.ndarray:
+    """The index of a version of a file, from a directory or a bucket, or made and put there."""
     name = hashlib.sha256(version.encode(errors="surrogateescape")).hexdigest()[:32]
+    if is_bucket(os.fspath(index_dir)):
+        bucket = Bucket(os.fspath(index_dir))
+        found = bucket.read(f"{name}.npy")
+        if found is None:
+            content = io.BytesIO()
+            np.save(content, make())
+            bucket.put(f"{name}.npy", content.getvalue())
+            found = content.getvalue(), {}
+        return np.load(io.BytesIO(found[0]), allow_pickle=False)
     kept = os.path.join(os.fspath(index_dir), f"{name}.npy")
     if not os.path.exists(kept):
         os.makedirs(index_dir, exist_ok=True)
         with replacing(kept) as temporary:  # every worker writes it
-            np.save(temporary, _index(path, kind))
+            np.save(temporary, make())
             flush(temporary)
     return np.load(kept, mmap_mode="r", allow_pickle=False)
 
