@@ -85,7 +85,7 @@ def test_two_backups_are_kept_and_a_step_is_replaced(url):
 def test_a_writer_that_is_killed_at_any_request_leaves_a_whole_backup(
     url, server, monkeypatch, step, applied
 ):
-    """From request N on nothing arrives any more; at the first of them, its response does not."""
+    """The store refuses request N and all later ones, or loses the response of request N."""
     monkeypatch.setattr(leased_object, "TTL_S", 0.0)  # its lock stays; the next one waits so long
     points, failed = 0, True
     while failed:

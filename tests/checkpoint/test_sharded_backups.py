@@ -1,6 +1,6 @@
 """Backups that two tasks write, each its part: here both are threads of one process.
 
-In a directory, and in a bucket.
+Each test writes to a directory, and to a bucket.
 """
 
 from __future__ import annotations
