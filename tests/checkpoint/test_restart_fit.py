@@ -143,7 +143,7 @@ def test_backups_in_a_bucket(undisturbed, tmp_path, monkeypatch, sharded):
                 kill(pid)
 
         options = ["--max-restarts", "3", "--isolate", "off"]
-        arguments = ["--collectives=ring", "--backup_every=3"]
+        arguments = ["--collectives=ring", "--backup_every=3 steps"]
         url = f"{server.url}/run7"
         done = train(tmp_path, disturb, *options, arguments=arguments, backup_dir=url)
         parts = [request for request in server.requests if "/part-00001.data" in request]

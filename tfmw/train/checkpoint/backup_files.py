@@ -200,6 +200,9 @@ class LocalFiles:
             disk.flush(path)
         return {}
 
+    def drop(self, begun: str) -> None:
+        """After an error of this task: removes what it has not handed over."""
+
     def take_over(self, begun: str, files: dict[str, Any]) -> None:
         """On the chief: makes the parts that another task handed over its own."""
 
@@ -394,6 +397,9 @@ class BucketFiles:
                 files[name] = os.path.getsize(path)
         self._forget_staged(begun)
         return files
+
+    def drop(self, begun: str) -> None:
+        self._forget_staged(begun)
 
     def take_over(self, begun: str, files: dict[str, Any]) -> None:
         """Puts files without content in the places of those that were uploaded."""

@@ -110,6 +110,7 @@ class SharedWrite:
                 handed = self._files.hand_over(self.begun, directories.files_of(prefix))
         except (OSError, tf.errors.OpError) as e:
             error = first_line(e)
+            self._files.drop(self.begun)
         report = {"error": error, "wrote": bool(self.pieces), "files": handed}
         self._group.post(f"{self._key}/{self._group.rank}", report)
 
