@@ -2,10 +2,11 @@
 
     python recipes/features.py
     tfmw run --workers 2 recipes/features.py --export_dir=build/features
+    tfmw run --workers 2 recipes/features.py --rows=s3://bucket/train-*.parquet --test_rows=...
 
 `keras.utils.FeatureSpace` normalizes numbers, encodes categories and crosses them. It is adapted
 before the training, on every worker from the same rows. The model, and so its export, takes the raw
-columns. The rows are synthetic: does a customer answer an offer?
+columns. Without --rows they are synthetic: does a customer answer an offer?
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import common
 import keras
 import numpy as np
 import tensorflow as tf
-from common import FLAGS
+from absl import flags
 
 import tfmw
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("rows", None, "Parquet files of training rows; synthetic rows by default.")
+flags.DEFINE_list("test_rows", None, "Parquet files of test rows, with --rows.")
+flags.DEFINE_string("cache_dir", None, "Local directory for columns of files in a bucket.")
 
 JOBS = ["teacher", "nurse", "farmer", "clerk", "driver"]
 CHANNELS = ["mail", "phone", "web"]
@@ -25,10 +31,9 @@ CHANNELS = ["mail", "phone", "web"]
 def main() -> None:
     """Trains, reports and exports by the flags."""
     cluster = common.init()  # before any TensorFlow op
-    features, labels = make_rows(1, 8192)
-    train = batches(features, labels, FLAGS.batch_size)
-    test = batches(*make_rows(2, 1024), FLAGS.batch_size)
-    model = make_model(features)
+    rows, test = read_rows(FLAGS.rows, 1, 8192), read_rows(FLAGS.test_rows, 2, 1024)
+    model = make_model(rows.map(lambda features, label: features))
+    train, test = rows.shuffle(8192).batch(FLAGS.batch_size), test.batch(FLAGS.batch_size)
     train, epochs, steps = common.limits(train, cluster)
     history = tfmw.fit(
         model,
@@ -41,6 +46,15 @@ def main() -> None:
         export_dir=FLAGS.export_dir,
     )
     common.report(history, cluster)
+
+
+def read_rows(files: list[str] | None, seed: int, count: int) -> tf.data.Dataset:
+    """The rows of parquet files, or `count` synthetic ones: ({column: [1]}, label int64)."""
+    if not files:
+        return tf.data.Dataset.from_tensor_slices(make_rows(seed, count))
+    names = ["age", "channel", "income", "job"]
+    rows = tfmw.data.from_parquet(files, [*names, "label"], cache_dir=FLAGS.cache_dir)
+    return rows.map(lambda row: ({name: row[name][None] for name in names}, row["label"]))
 
 
 def make_rows(seed: int, count: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -58,15 +72,7 @@ def make_rows(seed: int, count: int) -> tuple[dict[str, np.ndarray], np.ndarray]
     return features, label
 
 
-def batches(
-    features: dict[str, np.ndarray], labels: np.ndarray, batch_size: int
-) -> tf.data.Dataset:
-    """Shuffled batches of the global batch size."""
-    data = tf.data.Dataset.from_tensor_slices((features, labels))
-    return data.shuffle(len(labels)).batch(batch_size)
-
-
-def make_model(features: dict[str, np.ndarray]) -> keras.Model:
+def make_model(features: tf.data.Dataset) -> keras.Model:
     """An encoder of the columns, adapted to these rows, and two dense layers."""
     space = keras.utils.FeatureSpace(
         features={
@@ -78,7 +84,7 @@ def make_model(features: dict[str, np.ndarray]) -> keras.Model:
         crosses=[keras.utils.FeatureSpace.cross(("job", "channel"), crossing_dim=32)],
         output_mode="concat",
     )
-    space.adapt(tf.data.Dataset.from_tensor_slices(features).batch(256))
+    space.adapt(features.batch(256))
     hidden = keras.layers.Dense(32, "relu")(space.get_encoded_features())
     output = keras.layers.Dense(1, "sigmoid", name="answers")(hidden)
     model = keras.Model(space.get_inputs(), output)

@@ -2,10 +2,12 @@
 
     python recipes/images.py --image_dir=photos    # photos/cat/1.jpg, photos/dog/2.png, ...
     tfmw run --workers 2 recipes/images.py         # digits as files, written first
+    tfmw run --workers 2 recipes/images.py --tars=s3://bucket/train-*.tar --test_tars=...
 
-`--image_dir` has a folder of files for each class, the same on all machines. Each worker decodes
-its own examples only. Augmentation is part of the model: each replica draws its own changes, so
-results differ from those of one process, as with dropout.
+`--image_dir` has a folder of files for each class, the same on all machines. `--tars` are tar files
+of samples, a "png" and its class as "cls", on a shared disk or in a bucket. Each worker reads and
+decodes its own examples only. Augmentation is part of the model: each replica draws its own
+changes, so results differ from those of one process, as with dropout.
 """
 
 from __future__ import annotations
@@ -25,14 +27,24 @@ from tfmw import datasets
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("image_dir", None, "A folder of images for each class; digits by default.")
+flags.DEFINE_list("tars", None, "Tar files of training samples, in place of --image_dir.")
+flags.DEFINE_list("test_tars", None, "Tar files of test samples, with --tars.")
+flags.DEFINE_string("index_dir", None, "Directory that keeps the index of tar files.")
+flags.DEFINE_string("cache_dir", None, "Local directory for samples of tar files in a bucket.")
+flags.DEFINE_integer("classes", 10, "Number of classes in tar files.", 2)
 flags.DEFINE_integer("image_size", 16, "Height and width to which images are resized.", 8)
 
 
 def main() -> None:
     """Trains, reports and exports by the flags."""
     cluster = common.init()  # before any TensorFlow op
-    folder = FLAGS.image_dir or write_digits(Path("build/recipe-images"))
-    train, test, classes = make_data(folder, FLAGS.image_size, FLAGS.batch_size)
+    if FLAGS.tars:
+        train = tar_data(FLAGS.tars, FLAGS.image_size, FLAGS.batch_size, shuffled=True)
+        test = tar_data(FLAGS.test_tars, FLAGS.image_size, FLAGS.batch_size)
+        classes = FLAGS.classes
+    else:
+        folder = FLAGS.image_dir or write_digits(Path("build/recipe-images"))
+        train, test, classes = make_data(folder, FLAGS.image_size, FLAGS.batch_size)
     model = make_model(FLAGS.image_size, classes)
     train, epochs, steps = common.limits(train, cluster)
     history = tfmw.fit(
@@ -80,9 +92,7 @@ def make_data(
     ]
 
     def read(path: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        image = tf.io.decode_image(tf.io.read_file(path), channels=1, expand_animations=False)
-        image.set_shape([None, None, 1])
-        return tf.cast(tf.image.resize(image, [size, size]), tf.uint8), label
+        return decoded(tf.io.read_file(path), size), label
 
     def dataset(chosen: list[tuple[str, int]]) -> tf.data.Dataset:
         paths, labels = zip(*chosen, strict=True)
@@ -92,6 +102,29 @@ def make_data(
     train = train.shuffle(len(files)).map(read, tf.data.AUTOTUNE).batch(batch_size)
     test = dataset(files[::5]).map(read, tf.data.AUTOTUNE).batch(batch_size)
     return train, test, len(names)
+
+
+def tar_data(
+    tars: list[str], size: int, batch_size: int, shuffled: bool = False
+) -> tf.data.Dataset:
+    """Batches of samples of tar files: (image uint8 [batch, size, size, 1], label)."""
+    samples = tfmw.data.from_tars(
+        tars, ["png", "cls"], index_dir=FLAGS.index_dir, cache_dir=FLAGS.cache_dir
+    )
+    if shuffled:
+        samples = samples.shuffle(10_000)
+
+    def read(sample: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        return decoded(sample["png"], size), tf.strings.to_number(sample["cls"], tf.int64)
+
+    return samples.map(read, tf.data.AUTOTUNE).batch(batch_size)
+
+
+def decoded(content: tf.Tensor, size: int) -> tf.Tensor:
+    """The image in a file's content: uint8 [size, size, 1]."""
+    image = tf.io.decode_image(content, channels=1, expand_animations=False)
+    image.set_shape([None, None, 1])
+    return tf.cast(tf.image.resize(image, [size, size]), tf.uint8)
 
 
 def make_model(size: int, classes: int) -> keras.Model:

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.buckets import s3
 from tests.helpers.cases import cases, chosen, each
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster, tfmw_command
 from tfmw.errors import PREEMPTED
+from tfmw.storage.bucket import Bucket
 from tfmw.train.checkpoint.store import BackupStore, verify
 
 pytestmark = pytest.mark.process
@@ -117,12 +119,18 @@ def test_row_24_workers_with_different_amounts_of_data_neither_hang_nor_give_nan
 
 
 def faults(
-    backups: Path, *places: str, workers: int, restarts: int = 0, status: int = 0
+    backups: Path | str,
+    *places: str,
+    workers: int,
+    restarts: int = 0,
+    status: int = 0,
+    within: Path | None = None,
 ) -> tuple[list[dict[str, Any]], str]:
     """Results of the workers of resume_faults.py, and the output of the launcher."""
-    results = Path(tempfile.mkdtemp(dir=backups.parent))
+    results = Path(tempfile.mkdtemp(dir=within or Path(backups).parent))
+    isolated = "auto" if isinstance(backups, Path) else "off"
     with tfmw_command(
-        "run", "--workers", str(workers), "--max-restarts", str(restarts),
+        "run", "--workers", str(workers), "--max-restarts", str(restarts), "--isolate", isolated,
         "--log-dir", str(results / "logs"), str(PROGRAMS / "resume_faults.py"), str(backups),
         *places,
         env={"TFMW_RESULT": str(results)},
@@ -150,15 +158,26 @@ def data_files(backups: Path) -> int:
     return number
 
 
-def test_row_35_killed_while_a_part_is_written_and_again_during_a_restore(folder, undisturbed):
-    runs, output = faults(
-        folder / "killed",
-        "part 3@0:1",  # of step 9; the backup of step 6 stays the newest
-        "restore@1:0",
-        "step 10@2:1",
-        workers=2,
-        restarts=4,
-    )
+@pytest.mark.parametrize("place", ["directory", "bucket"])
+def test_row_35_killed_while_a_part_is_written_and_again_during_a_restore(
+    folder, undisturbed, monkeypatch, place
+):
+    with s3(monkeypatch) as server:
+        backups = folder / "killed" if place == "directory" else f"{server.url}/killed"
+        runs, output = faults(
+            backups,
+            "part 3@0:1",  # of step 9; the backup of step 6 stays the newest
+            "restore@1:0",
+            "step 10@2:1",
+            workers=2,
+            restarts=4,
+            within=folder,
+        )
+        assert verify(backups) == []
+        if place == "bucket":
+            assert any("/part-00001.data" in request for request in server.requests)
+            left = Bucket(str(backups)).names("data")
+            assert len({name.split("/")[1] for name in left}) == 2, "a part of a backup was left"
     assert [run["attempt"] for run in runs] == ["3", "3"], output
     assert re.search(r"restored step 6 from", output)
     assert not list((folder / "killed").glob(".*writing*")), "a part of a backup was left"

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import os
+import random
+import subprocess
+import sys
 import tarfile
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +18,18 @@ import tensorflow as tf
 
 import tfmw
 from tests.helpers.buckets import s3
+from tests.helpers.cluster import ROOT
+from tfmw.cluster import membership
+from tfmw.cluster.cluster import Cluster
 from tfmw.data import bucket_files, record_index
-from tfmw.data.bucket_files import BucketFile, expanded
+from tfmw.data.bucket_files import BucketFile, cache_of, expanded
 from tfmw.data.record_files import Records
+from tfmw.data.sharding import shard_dataset
+from tfmw.data.values import Sharding, SharedOrder
 from tfmw.errors import UsageError
 from tfmw.storage.bucket import Bucket
 
-LARGE = 40_000  # bytes of a record: more than the gap that is read to save a request
+LARGE = 4000  # bytes of a record: more than the gap that is read to save a request
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +49,20 @@ def url(server, request):
 
 def records_in(url: str, tmp_path, counts, size: int) -> list[bytes]:
     """Writes TFRecord files train-<n>.tfrecord of random records; returns these."""
-    random = np.random.default_rng(0)
+    drawn = np.random.default_rng(0)
     found = []
     for number, count in enumerate(counts):
         path = str(tmp_path / f"train-{number}.tfrecord")
         with tf.io.TFRecordWriter(path) as file:
             for _ in range(count):
-                found.append(random.bytes(size + int(random.integers(10))))
+                found.append(drawn.bytes(size + int(drawn.integers(10))))
                 file.write(found[-1])
         Bucket(url).upload(path, f"train-{number}.tfrecord")
     return found
+
+
+def random_bytes(size: int, seed: str = "") -> bytes:
+    return random.Random(seed).randbytes(size)
 
 
 def test_names_are_expanded_in_order(url):
@@ -92,13 +108,159 @@ def test_a_changed_object_is_refused_by_name(url, tmp_path):
         tfmw.data.from_records(f"{name}-")
 
 
-def test_the_index_of_a_changed_object_is_made_again(url, tmp_path):
+def test_an_object_that_has_changed_since_its_index_was_made_is_refused(url, tmp_path):
+    """A run that resumes would continue in other records."""
     records_in(url, tmp_path, [3], 10)
     name = f"{url}/train-0.tfrecord"
-    before = record_index.index_of(name, "tfrecord", tmp_path / "index")
+    for index_dir in (tmp_path / "index", f"{url}/index"):
+        assert len(record_index.index_of(name, "tfrecord", index_dir)) == 3
     records_in(url, tmp_path, [4], 10)
     bucket_files._listed.cache_clear()
-    assert len(record_index.index_of(name, "tfrecord", tmp_path / "index")) == len(before) + 1
+    for index_dir in (tmp_path / "index", f"{url}/index"):
+        changed = rf"{name} has changed since its index in {index_dir} was made: a run that"
+        with pytest.raises(UsageError, match=changed):
+            record_index.index_of(name, "tfrecord", index_dir)
+    assert len(record_index.index_of(name, "tfrecord", None)) == 4
+
+
+def test_workers_divide_the_making_of_indices(url, tmp_path, server, monkeypatch):
+    """Each begins elsewhere, so files that another worker has done are not read again."""
+    records_in(url, tmp_path, [2, 2, 2, 2], 10)
+    index_of = record_index.index_of
+    made: list[tuple[str, str]] = []
+    begun = threading.Barrier(2)
+
+    def recorded(path, kind, index_dir):
+        if threading.current_thread().name not in {name for name, _ in made}:
+            made.append((threading.current_thread().name, path))
+            begun.wait(60)
+        return index_of(path, kind, index_dir)
+
+    def clusters():
+        return Cluster(workers=("a:1", "b:1"), index=int(threading.current_thread().name))
+
+    monkeypatch.setattr(record_index, "index_of", recorded)
+    monkeypatch.setattr(membership, "current_cluster", clusters)
+    names = expanded(f"{url}/train-*.tfrecord")
+    found = {}
+
+    def make():
+        data = Records(names, "tfrecord", tmp_path / "index")
+        found[threading.current_thread().name] = data.counts
+
+    threads = [threading.Thread(target=make, name=str(index)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"0": [2] * 4, "1": [2] * 4}
+    assert sorted(made) == [("0", names[0]), ("1", names[2])]
+
+
+def cached(url: str, folder: Path, limit: int = 1 << 30) -> BucketFile:
+    """The file as another process sees it."""
+    cache_of.cache_clear()
+    return BucketFile(url, cache_of(str(folder), limit))
+
+
+def test_workers_of_a_machine_share_a_cache(url, tmp_path, server):
+    content = random_bytes(10_000)
+    Bucket(url).put("a", content)
+    ranges = [(0, 3000), (4000, 4000), (5000, 9000)]
+    expected = [content[begin:end] for begin, end in ranges]
+    assert cached(f"{url}/a", tmp_path).read(ranges) == expected
+    server.fault = lambda number, method, key: 403
+    assert cached(f"{url}/a", tmp_path).read(ranges[::-1]) == expected[::-1]
+    with pytest.raises(OSError, match="access is denied"):
+        cached(f"{url}/a", tmp_path).read([(0, 3001)])
+
+
+def test_a_cache_has_nothing_of_another_version_or_object(url, tmp_path, server):
+    for name in ("a", "b"):
+        Bucket(url).put(name, random_bytes(100, name))
+    assert cached(f"{url}/a", tmp_path).read([(0, 100)]) == [random_bytes(100, "a")]
+    assert cached(f"{url}/b", tmp_path).read([(0, 100)]) == [random_bytes(100, "b")]
+    Bucket(url).put("a", random_bytes(100, "c"))
+    bucket_files._listed.cache_clear()
+    assert cached(f"{url}/a", tmp_path).read([(0, 100)]) == [random_bytes(100, "c")]
+
+
+def test_a_cache_has_a_limit(url, tmp_path, caplog):
+    Bucket(url).put("a", random_bytes(3 << 20))
+    file = cached(f"{url}/a", tmp_path, limit=1 << 20)
+    for begin in range(0, 3 << 20, 100_000):
+        (data,) = file.read([(begin, min(begin + 100_000, 3 << 20))])
+        assert data == random_bytes(3 << 20)[begin : begin + 100_000]
+    assert (tmp_path / "ranges.sqlite").stat().st_size <= 1 << 20
+    assert caplog.text.count("is full; further records are not cached") == 1
+
+
+@pytest.mark.parametrize("damage", ["no database", "middle", "no directory"])
+def test_a_cache_that_cannot_be_used_is_not_needed(url, tmp_path, caplog, damage):
+    content = random_bytes(1 << 20)
+    Bucket(url).put("a", content)
+    ranges = [(begin, begin + 50_000) for begin in range(0, 1_000_000, 50_000)]
+    expected = [content[begin:end] for begin, end in ranges]
+    folder = tmp_path / "cache"
+    if damage == "no directory":
+        folder.write_bytes(b"")
+    else:
+        assert cached(f"{url}/a", folder).read(ranges) == expected
+        bucket_files.cache_of.cache_clear()
+        gc.collect()  # closes the database
+        path = folder / "ranges.sqlite"
+        whole = path.read_bytes()
+        path.write_bytes(b"x" * 99 if damage == "no database" else whole[: len(whole) // 2])
+    assert cached(f"{url}/a", folder).read(ranges) == expected
+    assert len(caplog.records) == 1
+
+
+def test_a_reader_that_is_killed_leaves_whole_ranges(url, tmp_path, server):
+    """Kills a reader within the transaction that writes one."""
+    content = random_bytes(1 << 20)
+    Bucket(url).put("a", content)
+    program = f"""
+import os
+from tfmw.data.bucket_files import BucketFile, cache_of
+cache = cache_of({str(tmp_path)!r}, 1 << 30)
+file = BucketFile({f"{url}/a"!r}, cache)
+file.read([(0, 1000)])
+cache._database.create_function("die", 0, lambda: os._exit(9))
+cache._database.execute("CREATE TEMP TRIGGER t AFTER INSERT ON ranges BEGIN SELECT die(); END")
+file.read([(2000, 900000)])
+"""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", program], env=environ).returncode == 9
+    server.sent_to.clear()
+    file = cached(f"{url}/a", tmp_path)
+    assert file.read([(0, 1000)]) == [content[:1000]]
+    assert not server.sent_to
+    assert file.read([(2000, 900_000)]) == [content[2000:900_000]]
+    assert server.sent_to
+
+
+def test_requests_of_several_batches_are_made_at_the_same_time(url, tmp_path, server):
+    """The order is known, so a batch is requested before those ahead of it have arrived."""
+    expected = records_in(url, tmp_path, [8], LARGE)
+    data = tfmw.data.from_records(f"{url}/train-*.tfrecord", index_dir=tmp_path / "index")
+    both = threading.Barrier(2)
+
+    def fault(number, method, key):
+        both.wait(120)
+        server.fault = lambda number, method, key: None
+
+    server.fault = fault
+    shard = shard_dataset(data.shuffle(8, seed=1).batch(1), Sharding(), SharedOrder())
+    assert len(list(shard.dataset)) == len(expected)
+
+
+def test_the_datasets_of_tensorflow_name_what_reads_such_files():
+    data = tf.data.Dataset.from_tensor_slices(["s3://bucket/a"])
+    for reader, kind in ((tf.data.TFRecordDataset, "tfrecord"), (tf.data.TextLineDataset, "text")):
+        for records in (data.interleave(reader), reader(["s3://bucket/a"]), data.flat_map(reader)):
+            expected = rf"does not read s3://bucket/a: .*from_records\(files, kind='{kind}'\)"
+            with pytest.raises(UsageError, match=expected):
+                shard_dataset(records.batch(2), Sharding(), SharedOrder())
 
 
 @pytest.mark.parametrize("action", [503, "lost", "truncated"])

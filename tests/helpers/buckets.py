@@ -5,6 +5,7 @@ with s3(monkeypatch) as server:                    # and the variables that name
     server.fault = lambda number, method, key: 503 # of the requests from now on
     server.requests                                # ["PUT run7/a", ...]
     server.sent["run7/a"]                          # bytes
+    server.sent_to["tests-key-id"]                 # bytes of all objects, by the id of the client
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ class Server:
 
     url = "s3://bucket"
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
         self.fault: Fault = lambda number, method, key: None
         self.requests: list[str] = []
         self.sent: collections.Counter[str] = collections.Counter()
+        self.sent_to: collections.Counter[str] = collections.Counter()
         self._generations: dict[str, str] = {}  # -> ETag
         self._app = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self._server = make_server(address, 0, self._answer, threaded=True)
         self._thread = threading.Thread(target=self._server.serve_forever, name="s3", daemon=True)
-        endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        endpoint = f"http://{address}:{self._server.server_port}"
         self.environ = {**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}
         # So that no cloud's machine is asked for a token.
         account = {
@@ -85,7 +87,10 @@ class Server:
             return _ends_early(connection)
         if action == "truncated":
             return _ends_early(connection, body[: len(body) // 2])
-        self.sent[key] += len(body) if method == "GET" else 0
+        if method == "GET" and key:
+            client = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2]
+            self.sent[key] += len(body)
+            self.sent_to[client.partition("/")[0]] += len(body)
         return [body]
 
     def _of_gcs(self, environ: dict[str, Any]) -> dict[str, Any]:
@@ -139,10 +144,10 @@ def _ends_early(connection: socket.socket, *data: bytes) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A local S3 until the end of the `with`."""
+def s3(monkeypatch: pytest.MonkeyPatch, address: str = "127.0.0.1") -> Iterator[Server]:
+    """A local S3 until the end of the `with`, at an address of this machine."""
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-    with Server() as server:
+    with Server(address) as server:
         for name, value in server.environ.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(bucket, "_QUICK_ANSWER_S", 60.0)  # machines of tests are slow

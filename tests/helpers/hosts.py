@@ -30,6 +30,7 @@ from typing import Any
 
 from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked
 from tfmw.cluster.sockets import reserved_ports
+from tfmw.storage.bucket import Bucket
 
 BRIDGE, NETWORK = "tfmwbr", "10.88.7"
 
@@ -157,6 +158,7 @@ class Hosts:
         flags: of the program.
         env: added to the environment.
         first: starts, and leads, before the others start; None: all start at once.
+        bucket: URL of the lock and the record; "" for `lock`.
     """
 
     def __init__(
@@ -168,8 +170,10 @@ class Hosts:
         flags: Sequence[str] = (),
         env: dict[str, str] | None = None,
         first: int | None = None,
+        bucket: str = "",
     ) -> None:
         self._first = first
+        self._bucket = bucket
         self.folder = folder
         self.lock = folder / "backup" / "supervisors"
         """Path of the lock, with the leader's record beside it."""
@@ -178,6 +182,7 @@ class Hosts:
         with reserved_ports(1) as (port,):
             self.addresses = [f"{host}:{port}" for host in self.cables.addresses]
         path = PROGRAMS / program
+        options += (f"--rendezvous={bucket}",) if bucket else ()
         self._command = ["--hosts", ",".join(self.addresses), *options]
         self._program = [str(path if path.exists() else program), *flags]
         (folder / "results").mkdir(exist_ok=True)
@@ -356,6 +361,12 @@ class Hosts:
 
     def record(self) -> dict[str, Any]:
         """The leader's last record."""
+        if self._bucket:
+            content = Bucket(self._bucket).read("LEADER")
+            data: dict[str, Any] | None = content and json.loads(content[0])["data"]
+            if data is None:
+                raise FileNotFoundError
+            return data
         found: dict[str, Any] = json.loads((self.lock / "record.json").read_text())
         return found
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tests.helpers.buckets import s3
 from tests.helpers.cluster import run_cluster
-from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
+from tests.helpers.hosts import NETWORK, Hosts, Loopback, Namespaces, network
 from tfmw.launcher import run_files
 
 pytestmark = pytest.mark.process
@@ -56,18 +56,39 @@ def scalars(folder: Path, tag: str) -> dict[int, float]:
     return found
 
 
+@pytest.fixture(params=["directory", pytest.param("bucket", marks=pytest.mark.nightly)])
+def bucket(request, cables, monkeypatch) -> Iterator[str]:
+    """URL of a bucket that all hosts reach; "" for a directory."""
+    if request.param == "directory":
+        yield ""
+        return
+    inside = isinstance(cables, Namespaces)
+    with s3(monkeypatch, f"{NETWORK}.254" if inside else "127.0.0.1") as server:
+        yield server.url
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow
-def test_hosts_come_and_go(cables, tmp_path):
-    """The link of the host that leads goes down, and is back; `make nightly` has more of it."""
+def test_hosts_come_and_go(cables, bucket, tmp_path):
+    """The link of the host that leads goes down, and is back; `make nightly` has more of it.
+
+    Lock, record and backups are in a directory, or in a bucket: the only place that hosts share.
+    """
     epochs, go = 10, tmp_path / "go"
-    flags = [f"--backup_dir={tmp_path}/backup", f"--log={tmp_path}/log.csv", f"--epochs={epochs}"]
+    flags = [
+        f"--backup_dir={bucket or tmp_path}/backup",
+        f"--log={tmp_path}/log.csv",
+        f"--epochs={epochs}",
+    ]
     flags += ["--pause=0.7", f"--go={go}", f"--board={tmp_path}/board"]
     flags += [f"--mlflow={tmp_path}/mlflow.db"] if ALL else []
     options = ["--max-restarts=20", "--min-hosts=2", "--rejoin-timeout=2"]
     env = {"TFMW_TOKEN": TOKEN}
     # Host 0 leads, unless the others start late: then the chief, its worker, moves with the lead.
-    fit = functools.partial(Hosts, program="hosts_fit.py", flags=flags, env=env, first=0)
+    place = f"{bucket}/supervisors" if bucket else ""
+    fit = functools.partial(
+        Hosts, program="hosts_fit.py", flags=flags, env=env, first=0, bucket=place
+    )
     with fit(tmp_path, cables, *options) as h:
         h.steps(0, count=2)
         leader = h.leader()

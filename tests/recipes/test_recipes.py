@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import common
 import coordinator
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tensorflow as tf
 from absl import flags
 from absl.testing import flagsaver
 
+import tfmw
+from tests.helpers.buckets import s3
 from tests.helpers.by_hand import free_addresses
 from tests.helpers.cases import cases
-from tests.helpers.cluster import ONE_THREAD, ROOT
+from tests.helpers.cluster import ONE_THREAD, ROOT, run_cluster
 from tfmw import Cluster, UsageError
+from tfmw.storage.bucket import Bucket
 from tfmw.train.saved_model import verify_export as verify
 
 DIGITS = ROOT / "recipes" / "digits.py"
@@ -173,6 +181,77 @@ def test_images_text_and_features_on_two_workers(run_cluster, tmp_path, monkeypa
     columns = {"age": [[79.0]], "income": [[5000.0]], "job": [["clerk"]], "channel": [["web"]]}
     answers = table(**{name: tf.constant(value) for name, value in columns.items()})
     assert answers["answers"].numpy()[0, 0] > 0.9
+
+
+def write_tars(folder: Path, counts: dict[str, int]) -> None:
+    """Tar files of samples: digits in large images, so that a part of a file is counted."""
+    drawn = np.random.default_rng(0)
+    for name, count in counts.items():
+        with tarfile.open(folder / name, "w") as tar:
+            for number in range(count):
+                pixels = drawn.integers(0, 255, [120, 120, 1]).astype("uint8")
+                png = tf.io.encode_png(pixels).numpy()
+                for extension, content in (("png", png), ("cls", str(number % 10).encode())):
+                    info = tarfile.TarInfo(f"{number}.{extension}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+
+
+def write_rows(folder: Path, counts: dict[str, int]) -> None:
+    """Parquet files of the table that features.py makes."""
+    import features
+
+    for seed, (name, count) in enumerate(counts.items()):
+        columns, label = features.make_rows(seed, count)
+        table = {column: values[:, 0] for column, values in columns.items()}
+        pyarrow.parquet.write_table(pyarrow.table({**table, "label": label}), folder / name, 64)
+
+
+@pytest.mark.process
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ["images.py", "features.py"])
+def test_recipes_in_a_bucket_on_two_workers_killed_three_times(tmp_path, monkeypatch, recipe):
+    """Their bits are those of an undisturbed run over local files. Each worker reads its part."""
+    write, kind, flag = {
+        "images.py": (write_tars, "tar", "tars"),
+        "features.py": (write_rows, "parquet", "rows"),
+    }[recipe]
+    names = [f"train-{n}.{kind}" for n in (0, 1)]
+    write(tmp_path, {names[0]: 100, names[1]: 60, f"test.{kind}": 40})
+
+    def run(folder, name, kills="", restarts=0):
+        several = f"{folder}/train-*.{kind}"
+        if folder == str(tmp_path):
+            several = ",".join(f"{folder}/{name}" for name in names)
+        arguments = [f"--{flag}={several}", f"--test_{flag}={folder}/test.{kind}"]
+        arguments += [f"--index_dir={folder}/index"] if kind == "tar" else []
+        arguments += ["--epochs=3", "--batch_size=16", f"--backup_dir={folder}/{name}"]
+        options = ["--isolate=off", f"--max-restarts={restarts}"]
+        return run_cluster(
+            "recipe_killed.py", recipe, kills, *arguments, options=options, env=ONE_THREAD
+        )
+
+    expected = run(str(tmp_path), "undisturbed")
+    with s3(monkeypatch) as server:
+        tfmw.storage.upload(tmp_path, f"{server.url}/data")
+        folder = f"{server.url}/data"
+        if kind == "tar":  # the index is made once
+            for name in (*names, f"test.{kind}"):
+                tfmw.data.from_tars(f"{folder}/{name}", ["png", "cls"], index_dir=f"{folder}/index")
+        server.sent_to.clear()
+        undisturbed = run(folder, "undisturbed")
+        read = {server.sent_to[f"worker-{index}"] for index in (0, 1)}
+        killed = run(folder, "killed", kills="1:5,0:14,1:23", restarts=3)
+        left = [name for name in Bucket(folder).names() if "/data/" in name]
+    assert [worker["attempt"] for worker in killed] == [3, 3], killed.output
+    for worker in (*undisturbed, *killed):
+        assert worker["weights"] == expected[0]["weights"]
+        assert worker["history"] == expected[0]["history"]
+    assert not left, "a run that is done leaves backups"
+    if kind == "tar":
+        sizes = {path.name: path.stat().st_size for path in tmp_path.glob("*.tar")}
+        part = 3 * sum(sizes.values()) / 2  # of three epochs with their validations
+        assert max(read) <= 1.05 * part, (read, part)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import tfmw
+from tests.helpers.buckets import s3
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tests.helpers.prepared import X, Y, prepared
 from tfmw.compat import model_methods
@@ -306,10 +307,18 @@ def test_keras_own_backups_are_tfmws(script: Script, tmp_path: Path) -> None:
     np.testing.assert_array_equal(got[0], expected[0])
 
 
+@pytest.fixture(params=["directory", "bucket"])
+def backups(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[str]:
+    with s3(monkeypatch) as server:
+        yield str(tmp_path) if request.param == "directory" else f"{server.url}/backups"
+
+
 def test_backups_belong_to_calls_with_the_same_model_optimizer_and_data(
-    script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    script: Script, backups: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with tfmw.options(backup_dir=tmp_path), caplog.at_level(logging.WARNING, "tfmw"):
+    with tfmw.options(backup_dir=backups), caplog.at_level(logging.WARNING, "tfmw"):
         with pytest.raises(Killed):
             script.run(2)
         assert "begins anew" not in caplog.text

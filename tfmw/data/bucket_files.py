@@ -1,8 +1,8 @@
 """Files in a bucket, of which each worker reads the ranges that it trains on.
 
 for url in expanded("s3://bucket/train-*.tfrecord"):
-    file = BucketFile(url)
-    file.version                                  # changes with the content
+    file = BucketFile(url, cache_of("/scratch/cache", 1 << 30))
+    file.etag                                     # changes with the content
     file.read([(12, 40), (56, 84)])               # the bytes of two records
 """
 
@@ -12,18 +12,27 @@ import bisect
 import contextlib
 import fnmatch
 import functools
+import hashlib
 import io
+import logging
 import os
+import sqlite3
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tfmw.errors import UsageError
-from tfmw.storage.bucket import Bucket, is_bucket
+from tfmw.storage.bucket import CHUNK, Bucket, is_bucket
 
-_GAP = 1 << 14  # bytes between two ranges that cost less to read than another request
-_PARALLEL = 16  # requests of one read at the same time
+logger = logging.getLogger("tfmw")
+
+Range = tuple[int, int]
+"""(begin, end) of bytes."""
+
+_GAP = 1 << 10  # bytes between two ranges that are read, too: another request has as many
+_PARALLEL = 32  # requests of one process at the same time
 
 
 def expanded(url: str) -> list[str]:
@@ -31,8 +40,7 @@ def expanded(url: str) -> list[str]:
     folder, _, pattern = url.rpartition("/")
     if not is_bucket(url) or not set("*?[") & set(pattern):
         return [url]
-    names = [name for name in _listed(folder) if "/" not in name]
-    return [f"{folder}/{name}" for name in sorted(fnmatch.filter(names, pattern))]
+    return [f"{folder}/{name}" for name in sorted(fnmatch.filter(_listed(folder), pattern))]
 
 
 class BucketFile:
@@ -40,51 +48,55 @@ class BucketFile:
 
     Args:
         url: "s3://bucket/train-00.tfrecord".
+        cache: cache of ranges, on this machine.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the object does not exist.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, cache: RangeCache | None = None):
         folder, _, self._name = url.rpartition("/")
-        self.url, self._bucket = url, _bucket(folder)
+        self.url, self._bucket, self._cache = url, _bucket(folder), cache
         found = _listed(folder).get(self._name)
         if found is None:
             raise UsageError(f"cannot read {url}; expected an object of that name.")
-        self.size, self._etag = found
+        self.size, self.etag = found
 
-    @property
-    def version(self) -> str:
-        """The name of this content."""
-        return f"{self.url} {self.size} {self._etag}"
-
-    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes of these ranges. Ranges that are close together are one request.
-
-        Args:
-            ranges: (begin, end) of each.
+    def read(self, ranges: Sequence[Sequence[int]]) -> list[bytes]:
+        """The bytes of these ranges, (begin, end) of each.
 
         Raises:
             UsageError: the object has changed.
         """
+        pairs = [(begin, end) for begin, end in ranges]
+        if self._cache is None:
+            return self._fetched(pairs)
+        found = self._cache.get(self, pairs)
+        missing = [pair for pair in pairs if pair not in found]
+        fetched = dict(zip(missing, self._fetched(missing), strict=True))
+        self._cache.put(self, fetched)
+        return [{**found, **fetched}[pair] for pair in pairs]
+
+    def _fetched(self, ranges: Sequence[Range]) -> list[bytes]:
+        """Reads ranges from the bucket; those that are close together are one request."""
         joined: list[list[int]] = []
         for begin, end in sorted(ranges):
             if joined and begin <= joined[-1][1] + _GAP:
                 joined[-1][1] = max(end, joined[-1][1])
             else:
                 joined.append([begin, end])
-        parts = list(_pool().map(lambda r: (r[0], self._fetch(*r)), joined))
-        firsts = [first for first, _ in parts]
+        parts = list(_pool().map(self._fetch, *zip(*joined, strict=True))) if joined else []
+        firsts = [first for first, _ in joined]
         found = []
         for begin, end in ranges:
-            first, part = parts[bisect.bisect_right(firsts, begin) - 1]
-            found.append(part[begin - first : end - first])
+            place = bisect.bisect_right(firsts, begin) - 1
+            found.append(parts[place][begin - firsts[place] : end - firsts[place]])
         return found
 
     def _fetch(self, begin: int, end: int) -> bytes:
         if begin == end:
             return b""
-        data = self._bucket.read_version(self._name, begin, end, self._etag)
+        data = self._bucket.read_version(self._name, begin, end, self.etag)
         if data is None or len(data) != end - begin:
             raise UsageError(
                 f"{self.url} has changed since this run began: start it again, with the files as "
@@ -97,12 +109,87 @@ class BucketFile:
         """Yields the path of a temporary copy."""
         with tempfile.TemporaryDirectory(prefix="tfmw-records-") as folder:
             path = os.path.join(folder, "records")
-            self._bucket.download([(self._name, self.size, path)])
+            with open(path, "wb") as file:
+                for first in range(0, self.size, _PARALLEL * CHUNK):
+                    end = min(first + _PARALLEL * CHUNK, self.size)
+                    begins = range(first, end, CHUNK)
+                    file.writelines(_pool().map(self._fetch, begins, [*begins[1:], end]))
             yield path
 
     def opened(self) -> io.RawIOBase:
         """The object as a file of Python, each of whose reads is a request."""
         return _Opened(self)
+
+
+class RangeCache:
+    """Ranges of objects in a local file, for all processes of a machine.
+
+    The file is a database of SQLite: a crash of any kind leaves whole ranges only, and the number
+    of its pages has a limit. Ranges that do not fit, or that a damaged file does not give, are read
+    from the bucket.
+
+    Args:
+        directory: a local directory.
+        limit: bytes of the file.
+    """
+
+    def __init__(self, directory: str, limit: int):
+        os.makedirs(directory, exist_ok=True)
+        self._path = os.path.join(directory, "ranges.sqlite")
+        self._mutex, self._is_full = threading.Lock(), False
+        self._database = sqlite3.connect(self._path, timeout=60, check_same_thread=False)
+        for setting in (
+            "PRAGMA page_size=16384",
+            "PRAGMA journal_mode=WAL",
+            "PRAGMA synchronous=NORMAL",
+            f"PRAGMA max_page_count={max(16, limit >> 14)}",
+            "CREATE TABLE IF NOT EXISTS ranges (object INT, etag INT, begin INT, stop INT, "
+            "data BLOB, PRIMARY KEY (object, etag, begin, stop))",
+        ):
+            self._database.execute(setting)
+
+    def get(self, file: BucketFile, ranges: Sequence[Range]) -> dict[Range, bytes]:
+        """The ranges of a file that are here."""
+        key = _key(file)
+        query = "SELECT data FROM ranges WHERE object=? AND etag=? AND begin=? AND stop=?"
+        with self._guarded():
+            rows = [self._database.execute(query, (*key, *each)).fetchone() for each in ranges]
+            return {each: row[0] for each, row in zip(ranges, rows, strict=True) if row}
+        return {}
+
+    def put(self, file: BucketFile, found: Mapping[Range, bytes]) -> None:
+        """Adds ranges of a file."""
+        if not self._is_full and found:
+            rows = [(*_key(file), *each, data) for each, data in found.items()]
+            with self._guarded(), self._database:
+                self._database.executemany("INSERT OR IGNORE INTO ranges VALUES (?,?,?,?,?)", rows)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            with self._mutex:
+                yield
+        except sqlite3.Error as error:
+            if not self._is_full:
+                logger.warning("%s: %s; further records are not cached", self._path, error)
+            self._is_full = True
+
+
+def _key(file: BucketFile) -> tuple[int, ...]:
+    digests = (hashlib.sha256(text.encode()).digest() for text in (file.url, file.etag))
+    return tuple(int.from_bytes(digest[:7], "big") for digest in digests)
+
+
+@functools.cache
+def cache_of(directory: str | None, limit: int) -> RangeCache | None:
+    """The cache in a directory; None if there is no directory, or if it cannot be used."""
+    try:
+        return None if directory is None else RangeCache(directory, limit)
+    except (OSError, sqlite3.Error) as error:
+        logger.warning(
+            "no cache in %s (%s): all records are read from the bucket", directory, error
+        )
+        return None
 
 
 class _Opened(io.RawIOBase):
@@ -138,7 +225,7 @@ def _bucket(folder: str) -> Bucket:
 @functools.lru_cache(64)
 def _listed(folder: str) -> dict[str, tuple[int, str]]:
     """(bytes, ETag) of the objects in a folder: one request for a thousand of them."""
-    return _bucket(folder).names()
+    return _bucket(folder).entries()[1]
 
 
 @functools.cache

@@ -30,6 +30,7 @@ import tensorflow as tf
 
 from tfmw.compat import datasets
 from tfmw.compat.pipelines import Pipeline
+from tfmw.data.record_files import refuse_buckets
 from tfmw.data.values import Sharding
 from tfmw.errors import UsageError
 
@@ -220,7 +221,8 @@ def _file(path: str) -> list[Any] | None:
 
 
 def refuse_own_elements(pipeline: Pipeline, sharding: Sharding) -> None:
-    """Raises if the workers' copies of a pipeline would have different elements."""
+    """Raises if the workers' copies of a pipeline would have different elements, or none."""
+    refuse_buckets(pipeline)
     if pipeline.reads_a_service:
         raise UsageError(
             "the dataset comes from tf.data's service, which promises each example at most once, "

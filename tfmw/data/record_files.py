@@ -17,21 +17,23 @@ from __future__ import annotations
 
 import functools
 import glob
+import itertools
 import logging
 import os
 import subprocess
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfmw.cluster import membership
 from tfmw.compat.file_readers import FileReader
 from tfmw.compat.pipelines import INFINITE, SAME, Pipeline
 from tfmw.compat.shuffles import ShuffleOrder
 from tfmw.data import record_index
-from tfmw.data.bucket_files import BucketFile, expanded
+from tfmw.data.bucket_files import BucketFile, RangeCache, cache_of, expanded
 from tfmw.data.by_index import Rows, from_index, stacked
 from tfmw.data.values import SharedOrder
 from tfmw.errors import UsageError
@@ -39,6 +41,9 @@ from tfmw.storage import disk
 from tfmw.storage.bucket import is_bucket
 
 logger = logging.getLogger("tfmw")
+
+CACHE_BYTES = 10 << 30
+"""Default limit of a cache, in bytes."""
 
 _MANY_FILES = 1_000_000
 _OPENED = 64  # most files of a dataset that are open at a time
@@ -50,6 +55,8 @@ def from_records(
     *,
     kind: str = "tfrecord",
     index_dir: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int = CACHE_BYTES,
 ) -> tf.data.Dataset:
     """Creates a dataset of the records of files, as strings.
 
@@ -59,18 +66,23 @@ def from_records(
 
     Args:
         files: one path or several, on a disk that all workers see or in a bucket, without
-            compression: "s3://bucket/train-*.tfrecord", "gs://...", "az://...". Of files in a
-            bucket, each worker fetches its own records, and those less than 16 KiB between them.
+            compression: "s3://bucket/train-*.tfrecord", "gs://...", "az://...". From a
+            bucket each worker fetches its own records.
         kind: "tfrecord", or "text" for lines.
-        index_dir: keeps the index, 16 bytes a record; a file that has changed gets a new one.
-            Without it each start goes through the headers of all records, or through all lines.
+        index_dir: keeps the index, 16 bytes a record; it may be in a bucket. A local file that has
+            changed gets a new one, and an object that has changed is refused. Without `index_dir`
+            each start goes through the headers of all records, or through all lines.
+        cache_dir: local directory that keeps records of files in a bucket, for all workers of a
+            machine and for later epochs and runs; None for no cache.
+        cache_bytes: limit of its size. Records that do not fit are read from the bucket each time.
 
     Raises:
         UsageError: a missing, compressed or incomplete file, no records, another kind.
     """
     if kind not in ("tfrecord", "text"):
         raise UsageError(f'received kind={kind!r}: expected "tfrecord" or "text".')
-    return from_index(Records(_paths(files), kind, index_dir), in_threads=True)
+    cache = cache_of(_text(cache_dir), cache_bytes)
+    return from_index(Records(_paths(files), kind, index_dir, cache), in_threads=True)
 
 
 def from_tars(
@@ -78,6 +90,8 @@ def from_tars(
     extensions: Sequence[str],
     *,
     index_dir: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int = CACHE_BYTES,
 ) -> tf.data.Dataset:
     """Creates a dataset of the samples of tar files, as WebDataset writes them.
 
@@ -90,10 +104,12 @@ def from_tars(
 
     Args:
         files: one path or several, on a disk that all workers see or in a bucket, without
-            compression: "s3://bucket/train-*.tfrecord", "gs://...", "az://...". Of files in a
-            bucket, each worker fetches its own records, and gaps of less than 16 KiB between them.
+            compression: "s3://bucket/train-*.tar", "gs://...", "az://...". From a bucket
+            each worker fetches its own samples.
         extensions: extensions of the members to read: the part of a name after its first dot.
         index_dir: keeps the index; see `from_records`.
+        cache_dir: keeps members of files in a bucket; see `from_records`.
+        cache_bytes: limit of its size.
 
     Raises:
         UsageError: a missing or compressed file, no samples, or a sample without such a member.
@@ -103,7 +119,8 @@ def from_tars(
             f'received extensions={extensions!r}: expected several, as ["jpg", "cls"].'
         )
     names = [name.lower().lstrip(".") for name in extensions]
-    records = Records(_paths(files), "/".join(["tar", *names]), index_dir)
+    cache = cache_of(_text(cache_dir), cache_bytes)
+    records = Records(_paths(files), "/".join(["tar", *names]), index_dir, cache)
     return from_index(_Samples(records, names), in_threads=True)
 
 
@@ -111,6 +128,10 @@ def _paths(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
     several = [files] if isinstance(files, str | os.PathLike) else files
     paths = [disk.absolute(os.fspath(path)) for path in several]
     return [found for path in paths for found in expanded(path)]
+
+
+def _text(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else disk.absolute(os.fspath(path))
 
 
 class _Samples:
@@ -141,20 +162,27 @@ class Records:
         counts: the number of records of each file.
     """
 
-    def __init__(self, paths: Sequence[str], kind: str, index_dir: str | os.PathLike[str] | None):
+    def __init__(
+        self,
+        paths: Sequence[str],
+        kind: str,
+        index_dir: str | os.PathLike[str] | None,
+        cache: RangeCache | None = None,
+    ):
         # int64 [records, 2] of a file: begin and end of the bytes
         index_of = functools.partial(record_index.index_of, kind=kind, index_dir=index_dir)
-        indices = [index_of(path) if index_dir is None else None for path in paths]
-        self.counts = [
-            len(index_of(path) if index is None else index)
-            for path, index in zip(paths, indices, strict=True)
-        ]
+        indices: list[np.ndarray | None] = [None] * len(paths)
+        self.counts = [0] * len(paths)
+        for file in _from_own_share(len(paths)):
+            index = index_of(paths[file])
+            self.counts[file] = len(index)
+            indices[file] = None if isinstance(index, np.memmap) else index
         self._ends: np.ndarray = np.cumsum(self.counts)
 
         def opened(file: int) -> tuple[_File | BucketFile, np.ndarray]:
             path = paths[file]
             index = indices[file]  # indices on disk are memory-mapped, each with a file descriptor
-            opened = BucketFile(path) if is_bucket(path) else _File(path)
+            opened = BucketFile(path, cache) if is_bucket(path) else _File(path)
             return opened, index_of(path) if index is None else index
 
         self._opened = functools.lru_cache(_OPENED)(opened)
@@ -181,6 +209,16 @@ class Records:
         return found
 
 
+def _from_own_share(count: int) -> Iterator[int]:
+    """All numbers below `count`; each worker begins elsewhere.
+
+    Workers that make the indices of files then find those that others have made.
+    """
+    cluster = membership.current_cluster()
+    first = count * cluster.index // max(1, cluster.num_workers)
+    return itertools.chain(range(first, count), range(first))
+
+
 class _File:
     """An open file, which is closed once no thread reads it."""
 
@@ -195,6 +233,9 @@ class _File:
 def from_parquet(
     files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     columns: Sequence[str] | None = None,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int = CACHE_BYTES,
 ) -> tf.data.Dataset:
     """Creates a dataset of the rows of parquet files, as dicts; needs pyarrow.
 
@@ -206,6 +247,8 @@ def from_parquet(
         files: a path, a pattern, or several paths, in the order of the rows; also in a bucket.
         columns: names of the columns to read; by default all. A column of lists needs lists of one
             length.
+        cache_dir: keeps columns of files in a bucket; see `from_records`.
+        cache_bytes: limit of its size.
 
     Raises:
         UsageError: no file, no rows, or a column that is no array.
@@ -216,17 +259,19 @@ def from_parquet(
         found += [path] if there else sorted(glob.glob(path))
     if not found:
         raise UsageError(f"no parquet file {files!r}: expected a path, a pattern or several paths.")
-    return from_index(_ParquetRows(found, columns))
+    return from_index(_ParquetRows(found, columns, cache_of(_text(cache_dir), cache_bytes)))
 
 
 class _ParquetRows:
     """The rows of parquet files, by index; the constructor reads the footers."""
 
-    def __init__(self, paths: Sequence[str], columns: Sequence[str] | None):
+    def __init__(
+        self, paths: Sequence[str], columns: Sequence[str] | None, cache: RangeCache | None = None
+    ):
         import pyarrow.parquet
 
         def opened(path: str) -> Any:
-            source = BucketFile(path).opened() if is_bucket(path) else path
+            source = BucketFile(path, cache).opened() if is_bucket(path) else path
             return pyarrow.parquet.ParquetFile(source)
 
         self._open, self._columns = opened, columns
@@ -347,8 +392,22 @@ def _files_of(
     of_elements = names.dataset.map(reader.names)
     files = [[os.fsdecode(name) for name in each.numpy()] for each in of_elements]
     if any(is_bucket(name) for each in files for name in each):
-        return None  # TensorFlow reads them, as far as it can
+        return None  # "gs://", which TensorFlow reads
     return reader, shuffle, files
+
+
+def refuse_buckets(pipeline: Pipeline) -> None:
+    """Raises UsageError for TensorFlow's readers over objects that TensorFlow does not read."""
+    for node in pipeline.nodes:
+        if node.reader is None or not node.input.may_be_read_twice:
+            continue
+        for of_element in node.input.dataset.take(1).map(node.reader.names):
+            name = os.fsdecode(of_element.numpy()[0]) if len(of_element) else ""
+            if is_bucket(name) and not name.startswith("gs://"):
+                raise UsageError(
+                    f"TensorFlow does not read {name}: in place of its dataset of files, pass "
+                    f"tfmw.data.from_records(files, kind={node.reader.kind!r})."
+                )
 
 
 def index_in_background(dataset: tf.data.Dataset, index_dir: str) -> list[subprocess.Popen[bytes]]:

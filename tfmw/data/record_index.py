@@ -8,9 +8,7 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import ctypes
-import functools
 import hashlib
 import io
 import itertools
@@ -24,6 +22,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -101,10 +100,7 @@ def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
         # Not above: the process that makes indices would import TensorFlow with it.
         from tfmw.data.bucket_files import BucketFile
 
-        file = BucketFile(path)
-        with contextlib.ExitStack() as stack:
-            made = functools.cache(lambda: _index(stack.enter_context(file.copy()), kind))
-            return made() if index_dir is None else _kept(f"{file.version} {kind}", made, index_dir)
+        return _index_of_object(BucketFile(path), kind, index_dir)
     try:
         facts = os.stat(path)
     except OSError as error:
@@ -115,6 +111,24 @@ def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
         return _index(path, kind)
     version = f"{os.path.abspath(path)} {facts.st_size} {facts.st_mtime_ns} {kind}"
     return _kept(version, lambda: _index(path, kind), index_dir)
+
+
+def _index_of_object(file: Any, kind: str, index_dir: str | os.PathLike[str] | None) -> np.ndarray:
+    """The index of a `BucketFile`. Before it, the array has a digest of the object's version."""
+    digest = hashlib.sha256(f"{file.size} {file.etag}".encode()).digest()
+    seal: np.ndarray = np.frombuffer(digest[:16], np.int64)[None]
+
+    def make() -> np.ndarray:
+        with file.copy() as path:
+            return np.concatenate([seal, _index(path, kind)])
+
+    kept = make() if index_dir is None else _kept(f"{file.url} {kind}", make, index_dir)
+    if not np.array_equal(kept[:1], seal):
+        raise UsageError(
+            f"{file.url} has changed since its index in {index_dir} was made: a run that resumes "
+            "would read other records. To train on the object as it is, name another index_dir."
+        )
+    return kept[1:]
 
 
 def _kept(

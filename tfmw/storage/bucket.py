@@ -162,8 +162,10 @@ class Bucket:
                 file.seek(start)
                 file.write(data)
 
+        for chunk in chunks[:1]:  # alone, it needs no thread: an exiting process has no pool
+            fetch(chunk)
         with concurrent.futures.ThreadPoolExecutor(_PARALLEL) as pool:
-            for _ in pool.map(fetch, chunks):
+            for _ in pool.map(fetch, chunks[1:]):
                 pass
 
     def names(self, folder: str = "") -> dict[str, tuple[int, str]]:
@@ -172,11 +174,12 @@ class Bucket:
             found = self._api.list(self._store, folder or None)
             return {one["path"]: (one["size"], one["e_tag"]) for part in found for one in part}
 
-    def folders(self) -> list[str]:
-        """The names before the first slash of those that have one."""
+    def entries(self) -> tuple[list[str], dict[str, tuple[int, str]]]:
+        """The names of folders; (bytes, ETag) of the objects in none of them, by name."""
         with self._errors("listed", ""):
             found = self._api.list_with_delimiter(self._store)
-            return [name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]]
+            folders = [name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]]
+            return folders, {one["path"]: (one["size"], one["e_tag"]) for one in found["objects"]}
 
     def remove(self, names: Sequence[str]) -> None:
         """Removes objects; missing ones are no error."""
@@ -234,7 +237,7 @@ def refuse_writing(url: Any, what: str) -> None:
     """Raises UsageError for a URL that TensorFlow and Keras do not write to.
 
     Args:
-        url: anything; what is no URL passes.
+        url: a value of any type; other values than URLs pass.
         what: is written there, for the message: "export".
     """
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else ""

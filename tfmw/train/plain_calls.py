@@ -38,6 +38,7 @@ from tfmw.data import comparison
 from tfmw.errors import UsageError
 from tfmw.observe import task_process
 from tfmw.storage import directories
+from tfmw.storage.bucket import Bucket, is_bucket
 from tfmw.train import batch_calls, calls, strategies
 from tfmw.train.callbacks.roles import BackupAndRestore, writes
 from tfmw.train.checkpoint.compatibility import signature
@@ -172,8 +173,9 @@ def _folder(
         digest = hashlib.sha256(_description(model, passed).encode()).hexdigest()[:12]
         _counts[digest] += 1
         name = f"fit-{digest}-{_counts[digest]}"
-        if not tf.io.gfile.isdir(os.path.join(directory, name)):
-            _warn_of_others(directory)
+        found = _calls_in(directory)
+        if name not in found:
+            _warn_of_others(directory, found)
         return name
 
     if settings.get("workers") is not None:  # of new processes
@@ -200,13 +202,18 @@ def _description(model: Any, passed: Mapping[str, Any]) -> str:
     return json.dumps(parts, sort_keys=True, default=lambda part: type(part).__name__)
 
 
-def _warn_of_others(directory: str) -> None:
+def _calls_in(directory: str) -> set[str]:
+    """Names of the folders in a directory, or of those in a bucket that have backups."""
+    if is_bucket(directory):
+        names = Bucket(directory).names()
+        return {name.partition("/")[0] for name in names if "/data/" in name}
+    return set(os.listdir(directory)) if os.path.isdir(directory) else set()
+
+
+def _warn_of_others(directory: str, found: set[str]) -> None:
     """Warns if the directory has backups of calls that this script has not made."""
-    if not tf.io.gfile.isdir(directory):
-        return
     made = {f"fit-{digest}-{n + 1}" for digest, count in _counts.items() for n in range(count)}
-    names = {name.rstrip("/") for name in tf.io.gfile.listdir(directory)}
-    if others := sorted(name for name in names - made if name.startswith("fit-")):
+    if others := sorted(name for name in found - made if name.startswith("fit-")):
         logger.warning(
             "no backup in %s is of this call of model.fit, which begins anew; %s is of a call with "
             "another model, optimizer or data",

@@ -72,8 +72,8 @@ def export(
         model: a built Keras model with plain variables, such as after `tfmw.fit`.
         path: the directory to write; an existing export is replaced. A remote path
             (`gs://bucket/model`) is written by `tf.io.gfile`, whose renames are as atomic as the
-            file system makes them. For `s3://` and `az://`, write to a local directory, and copy
-            that with `tfmw.storage.upload`.
+            file system makes them. Paths of `s3://` and `az://` are refused: export to a local
+            directory, and copy that with `tfmw.storage.upload`.
         pass_through: inputs that `serving_default` returns unchanged, by name: with
             `{"key": tf.TensorSpec([None], tf.string)}` it returns each prediction beside the key
             of its example.

@@ -1,4 +1,4 @@
-"""Where the files of backups are: in a local directory, or in a bucket.
+"""The files of backups, in a local directory or in a bucket.
 
     files = files_of("/shared/run7")                  # or "s3://bucket/run7"
     with files.locked():                              # one run at a time
@@ -140,11 +140,16 @@ class LocalFiles:
         return sorted(int(match[1]) for match in found if match)
 
     def path_of(self, step: int) -> str:
-        """How a backup is called."""
+        """Name of a backup in messages: its path or URL."""
         return os.path.join(self.path, _name_of(step))
 
-    def local(self, step: int) -> str:
-        """The directory of a backup. Raises ValueError if it has anything but plain files."""
+    def local(self, step: int, only: str = "") -> str:
+        """The directory of a backup. Raises ValueError if it has anything but plain files.
+
+        Args:
+            step: step of the backup.
+            only: name of the one file that the caller reads; "" for all.
+        """
         _refuse_all_but_files(self.path_of(step))
         return self.path_of(step)
 
@@ -201,10 +206,10 @@ class LocalFiles:
         return {}
 
     def drop(self, begun: str) -> None:
-        """After an error of this task: removes what it has not handed over."""
+        """Removes the files of this task after an error, unless they were handed over."""
 
     def take_over(self, begun: str, files: dict[str, Any]) -> None:
-        """On the chief: makes the parts that another task handed over its own."""
+        """Adopts the files that another task handed over; called on the chief."""
 
     def abandon(self, begun: str) -> None:
         """Removes the parts."""
@@ -259,7 +264,7 @@ class BucketFiles:
                 raise _in_use(self.path, self._list.holder)
             seen = self._list.since
             time.sleep(_POLL_S)
-        if self._list.data is None and any(map(NAME.fullmatch, self._bucket.folders())):
+        if self._list.data is None and any(map(NAME.fullmatch, self._bucket.entries()[0])):
             self._list.release()
             raise UsageError(
                 f"{self.path!r} has backups of an earlier version of tfmw, or copies of a local "
@@ -300,7 +305,7 @@ class BucketFiles:
     def path_of(self, step: int) -> str:
         return f"{self.path}/{_name_of(step)}"
 
-    def local(self, step: int) -> str:
+    def local(self, step: int, only: str = "") -> str:
         """A copy of a backup.
 
         Raises:
@@ -312,18 +317,18 @@ class BucketFiles:
         copy = tempfile.mkdtemp(prefix="tfmw-backup-")
         self._remove_copy = weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
         folder = f"{_DATA}/{entry['directory']}"
-        files = entry["files"].items()
+        files = [(own, *of) for own, of in entry["files"].items() if only in ("", own)]
         try:
             found = self._bucket.names(folder)
-            for _, (name, size) in files:
+            for _, name, size in files:
                 if (there := found.get(f"{folder}/{name}", (None, ""))[0]) != size:
                     raise ValueError(f"{name} has {there} of {size} bytes")
             self._bucket.download(
-                (f"{folder}/{name}", size, os.path.join(copy, own)) for own, (name, size) in files
+                (f"{folder}/{name}", size, os.path.join(copy, own)) for own, name, size in files
             )
         except BaseException as error:
             self.forget()
-            if isinstance(error, OSError):
+            if isinstance(error, OSError | RuntimeError):  # RuntimeError: no thread can start
                 raise TfmwError(str(error)) from error
             raise
         return copy

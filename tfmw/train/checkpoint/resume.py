@@ -448,11 +448,10 @@ class Backups:
             logger.warning("the evaluator will remove the backups in %s", self.path)
             return
         with contextlib.suppress(TfmwError), self._store.locked():
-            newest = self._store.newest()
             # A complete run that is started again writes nothing: the restored backup is its own.
             record, _ = self.on_disk
             restored = record["run"] if record is not None else _run()
-            if newest is not None and newest.record["run"] in (_run(), restored):
+            if self._store.newest_run() in (_run(), restored):
                 self._store.clear()
 
 

@@ -114,7 +114,7 @@ class Backup:
         # TensorFlow allocates the bytes that the index lists, so they must not exceed the files.
         listed = sum(math.prod(shapes[name]) * types[name].size for name in shapes)
         paths = directories.files_of(os.path.join(self.path, f"{prefix}.data-"))
-        found = sum(tf.io.gfile.stat(path).length for path in paths)
+        found = sum(map(os.path.getsize, paths))
         if listed > found:
             raise ValueError(f"its index lists {listed} bytes, its files have {found}")
         return shapes, types
@@ -147,7 +147,7 @@ class BackupStore:
         return os.path.exists(os.path.join(self.path, EVALUATOR_LOCK))
 
     def path_of(self, step: int) -> str:
-        """How the backup of one step is called: its directory, if that is local."""
+        """Path or URL of the backup of one step."""
         return self.files.path_of(step)
 
     # ------------------------------------------------------------ writing
@@ -260,6 +260,21 @@ class BackupStore:
             )
         return None
 
+    def newest_run(self) -> Any:
+        """The `run` in the record of the newest backup; None if there is no backup.
+
+        Raises:
+            Damaged: the record is damaged.
+        """
+        if not (steps := self.steps()):
+            return None
+        try:
+            return _read_record(self.files.local(steps[-1], _RECORD))["record"]["run"]
+        except (*_MALFORMED, OSError) as e:
+            raise Damaged(f"backup {self.path_of(steps[-1])} is damaged: {first_line(e)}") from e
+        finally:
+            self.files.forget()
+
     def read(self, step: int) -> Backup:
         """The backup of one step.
 
@@ -270,17 +285,7 @@ class BackupStore:
         name = self.path_of(step)
         try:
             path = self.files.local(step)
-            target = os.path.join(path, _RECORD)
-            if not tf.io.gfile.exists(target):
-                raise ValueError(f"it has no {_RECORD}")
-            if tf.io.gfile.stat(target).length > _LARGEST_RECORD:
-                raise ValueError(f"{_RECORD} is too large to be one")
-            with tf.io.gfile.GFile(target, "r") as f:
-                sealed = json.loads(f.read())
-            text = sealed["body"]
-            if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:
-                raise ValueError(f"{_RECORD} does not match its checksum")
-            body = json.loads(text)
+            body = _read_record(path)
             layout = body.get("tables") or {}
             readable = [1, _format(layout)]
             if body["format"] not in readable:
@@ -293,7 +298,7 @@ class BackupStore:
             for file, size in body["sizes"].items():
                 if not _FILES.fullmatch(file):
                     raise ValueError(f"it lists a file {file!r}")
-                found = tf.io.gfile.stat(os.path.join(path, file)).length
+                found = os.path.getsize(os.path.join(path, file))
                 if found != size:
                     raise ValueError(f"{file} has {found} of {size} bytes")
             index = directories.sha256(os.path.join(path, f"{PREFIX}.index"))
@@ -343,12 +348,12 @@ def _write_record(
     directory: str, step: int, layout: files.Layout, changed: bool, record: Mapping[str, Any]
 ) -> None:
     """Writes the last file of a backup, which makes it complete."""
-    names = sorted(name for name in tf.io.gfile.listdir(directory) if _FILES.fullmatch(name))
+    names = sorted(filter(_FILES.fullmatch, os.listdir(directory)))
     text = json.dumps(
         {
             "format": _format(layout),
             "step": step,
-            "sizes": {n: tf.io.gfile.stat(os.path.join(directory, n)).length for n in names},
+            "sizes": {n: os.path.getsize(os.path.join(directory, n)) for n in names},
             "index_sha256": directories.sha256(os.path.join(directory, f"{PREFIX}.index")),
             "tables_index_sha256": _index_of_tables(directory, layout),
             "tables": layout,
@@ -359,6 +364,21 @@ def _write_record(
     sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
     with tf.io.gfile.GFile(os.path.join(directory, _RECORD), "w") as file:
         file.write(sealed)
+
+
+def _read_record(directory: str) -> dict[str, Any]:
+    """The content of a backup's last file. Raises ValueError if it is damaged."""
+    path = os.path.join(directory, _RECORD)
+    if not os.path.exists(path):
+        raise ValueError(f"it has no {_RECORD}")
+    if os.path.getsize(path) > _LARGEST_RECORD:
+        raise ValueError(f"{_RECORD} is too large to be one")
+    with open(path, encoding="utf-8") as file:
+        sealed = json.load(file)
+    if hashlib.sha256(sealed["body"].encode()).hexdigest() != sealed["sha256"]:
+        raise ValueError(f"{_RECORD} does not match its checksum")
+    body: dict[str, Any] = json.loads(sealed["body"])
+    return body
 
 
 def _format(layout: files.Layout | None) -> int:
