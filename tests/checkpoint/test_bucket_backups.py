@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from tests.helpers.buckets import CREDENTIALS, s3
+from tests.helpers.cluster import ROOT
 from tfmw.errors import TfmwError, UsageError
 from tfmw.storage import bucket as bucket_module
 from tfmw.storage import leased_object
@@ -225,6 +228,22 @@ def test_a_damaged_object_is_detected_and_the_previous_backup_is_used(url, caplo
         assert f"backup {store.path_of(2)} is damaged" in caplog.text
         (problem,) = verify(url)
         assert problem.startswith(f"backup {store.path_of(2)} is damaged")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("delete", [True, False])
+def test_a_run_that_ends_may_remove_its_backups(url, delete):
+    """Removes them while the process exits, which can start no thread."""
+    program = f"""
+import keras, numpy as np, tfmw
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+backup = tfmw.callbacks.BackupAndRestore({url!r}, delete_checkpoint={delete})
+tfmw.fit(model, np.ones((4, 1)), np.ones((4, 1)), epochs=3, callbacks=[backup])
+"""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True)
+    assert len(data_of(url)) == (0 if delete else 2)
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/outside", "a/b", ""])

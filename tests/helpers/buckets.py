@@ -30,6 +30,9 @@ from tfmw.storage import bucket
 # They belong to no account. Because of them no client asks a cloud's machine for an identity.
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tests-key-id", "AWS_SECRET_ACCESS_KEY": "tests-secret"}
 
+# Codes of S3 for a status with which the store refuses.
+_CODES = {400: "AuthorizationHeaderMalformed", 401: "RequestTimeTooSkewed", 403: "AccessDenied"}
+
 _SIGNED = "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request, Signature=0"
 
 Fault = Callable[[int, str, str], int | str | threading.Event | None]
@@ -76,7 +79,7 @@ class Server:
         if isinstance(action, threading.Event):
             assert action.wait(60)
         elif isinstance(action, int):
-            code = "AccessDenied" if action == 403 else "SlowDown"
+            code = _CODES.get(action, "SlowDown")
             start(f"{action} {code}", [("Content-Type", "text/xml")])
             return [f"<Error><Code>{code}</Code></Error>".encode()]
         connection: socket.socket = environ["werkzeug.socket"]

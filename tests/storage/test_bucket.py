@@ -94,6 +94,8 @@ def test_large_files_travel_in_parts(bucket, tmp_path, server):
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
+        (400, "is in another region: set AWS_REGION to that (400 Bad Request, Authorization"),
+        (401, "the clock of this machine differs from the store's: set it (401 Unauthorized, Req"),
         (403, "list and delete there (403 Forbidden, AccessDenied)"),
         (404, "there is no such bucket: create it, or check its name (404 Not Found, SlowDown)"),
         (500, "the store answered 500 Internal Server Error, SlowDown"),
@@ -109,7 +111,8 @@ def test_errors_are_one_sentence_without_credentials(server, monkeypatch, caplog
     for call in calls:
         with pytest.raises(OSError, match=r"^s3://bucket/errors.* cannot be [a-z]+: ") as error:
             call()
-        assert str(error.value).endswith(expected)
+        assert expected in str(error.value)
+        assert str(error.value).count(": ") <= 3
         assert error.value.__cause__ is None
         shown = f"{error.value}\n{caplog.text}"
         assert not [secret for secret in CREDENTIALS.values() if secret in shown]

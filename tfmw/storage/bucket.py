@@ -60,6 +60,7 @@ _ADVICE = {
     "access": "access is denied: give this process credentials that may read, write, list and "
     "delete there",
     "credentials": "no credentials were found: set the variables that the store's own client reads",
+    "clock": "the clock of this machine differs from the store's: set it",
     "none": "the store does not respond, or not completely",
 }
 
@@ -308,6 +309,8 @@ def _reason(error: Exception) -> str:
         kind = "bucket"
     elif any(name in text for name in _OTHER_REGION):
         kind = "region"
+    elif "RequestTimeTooSkewed" in text:
+        kind = "clock"
     elif status and status[1].startswith(("401", "403")):
         kind = "access"
     elif status is None:
