@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,15 @@ from tests.helpers.cluster import (
     wait_gone,
 )
 from tests.programs import launch_functions
+from tfmw.cluster.group import Group
 from tfmw.cluster.sockets import reserved_ports
 from tfmw.errors import TaskFailed, UsageError
 from tfmw.launcher import fork_server, process
+from tfmw.launcher import task as task_program
 from tfmw.launcher.failure import Failure, describe_status
 from tfmw.launcher.output import Display, collapse
 from tfmw.launcher.result import lines_about
-from tfmw.launcher.run import launch_tasks
+from tfmw.launcher.run import launch_tasks, task_layout
 from tfmw.launcher.spawn import TASK_COMMAND, reap_orphans
 from tfmw.observe.recorded_errors import record_error
 
@@ -187,7 +190,7 @@ class TestLines:
         same = dataclasses.replace(cause, task="worker 2")
         later = dataclasses.replace(cause, task="worker 1", attempt=1)
         assert lines_about([cause, same], workers=2) == [
-            "tfmw: all 2 workers failed after 2.0 s: ValueError: bad (exit status 1)"
+            "tfmw: both workers failed after 2.0 s: ValueError: bad (exit status 1)"
         ]
         *others, last = lines_about([cause, same, later], workers=3)
         assert last.startswith("tfmw: worker 0, worker 2 failed first, in attempt 0 after 2.0 s: ")
@@ -213,6 +216,20 @@ class TestFailure:
         assert 'raise ValueError("bad batch")' in log.read_text()
         # The traceback starts in the user's file.
         assert "launcher/task.py" not in log.read_text()
+
+    def test_tfmws_frames_are_shown_only_if_the_error_is_its_own(self):
+        def of_the_user():
+            raise LookupError
+
+        def files_of(call: Callable[[], Any], error: type[Exception]) -> set[str]:
+            with pytest.raises(error) as caught:
+                call()
+            shown = task_program._from_the_users_code(caught.value.__traceback__)
+            return {Path(frame.filename).name for frame in traceback.extract_tb(shown)}
+
+        alone = Group(0, 1)
+        assert files_of(lambda: alone.from_chief(of_the_user), LookupError) == {"test_run.py"}
+        assert files_of(lambda: task_layout(0, 0, False), UsageError) == {"test_run.py", "run.py"}
 
     def test_the_last_line_has_the_whole_message_of_an_error_of_several_lines(self, run):
         result = run("worker 0=wait", "worker 1=fail_in_a_layer")
@@ -294,7 +311,7 @@ class TestFailure:
         sentence = "the model is not compiled; call compile first."
         assert result.output.count(sentence) == 1
         assert re.fullmatch(
-            rf"tfmw: all 2 workers failed after \d+\.\d s: {sentence} \(exit status 2\)",
+            rf"tfmw: both workers failed after \d+\.\d s: {sentence} \(exit status 2\)",
             last_line(result),
         )
         assert result.log("worker 0") == result.log("worker 1") == f"tfmw: {sentence}\n"

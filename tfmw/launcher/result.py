@@ -83,7 +83,7 @@ def lines_about(failures: Sequence[Failure], hint: str = "", workers: int = 0) -
     on_host = f" on {cause.host}" if cause.host and len(same) == 1 else ""
     names = ", ".join(failure.task for failure in same)
     if workers == len(same) > 1 and all(f.task.startswith("worker ") for f in same):
-        names = f"all {workers} workers"
+        names = "both workers" if workers == 2 else f"all {workers} workers"
     lines.append(
         f"tfmw: {names} failed{first}{_in_attempt(cause, several)}{on_host} after "
         f"{cause.seconds:.1f} s: {cause.description}"

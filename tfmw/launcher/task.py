@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
 
 def _die_with_the_launcher() -> None:
     """Asks Linux to send SIGKILL to this process when the launcher's thread ends.
@@ -135,12 +137,25 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _from_the_users_code(frame: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames before the user's first line."""
-    first = frame
-    while frame is not None and frame.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
-        frame = frame.tb_next
-    return frame or first
+def _from_the_users_code(first: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames before the user's first line.
+
+    If the user's own code raised the error, as in a callback, tfmw's frames between the user's are
+    no help and are left out, too.
+    """
+    links = []
+    while first is not None:
+        links.append(first)
+        first = first.tb_next
+    files = [os.path.abspath(link.tb_frame.f_code.co_filename) for link in links]
+    of_user = links and not files[-1].startswith(_PACKAGE) and "site-packages" not in files[-1]
+    runs = [os.path.abspath(__file__), os.path.abspath("<frozen runpy>")]
+    left_out = tuple([*runs, _PACKAGE] if of_user else runs)
+    kept = [link for link, file in zip(links, files, strict=True) if not file.startswith(left_out)]
+    result: TracebackType | None = None
+    for link in reversed(kept or links):
+        result = TracebackType(result, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return result
 
 
 if __name__ == "__main__":
