@@ -1,6 +1,6 @@
 """Cost of backups: stall per backup, time to write, share of the training time.
 
-    python bench/backup.py [--seconds 30] [--every 10] [--pairs 2]
+    python bench/backup.py [--seconds 30] [--every 10] [--pairs 2] [--dir s3://bucket/run7]
 
 One process trains an MLP of 25 million parameters with Adam (300 MB of state) in one call of fit.
 The first backup allocates the memory that all others reuse, and is reported apart. Then stretches
@@ -12,6 +12,7 @@ the figure to trust.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
@@ -28,7 +29,7 @@ def main() -> None:
     flags.add_argument("--seconds", type=float, default=30.0, help="of each stretch")
     flags.add_argument("--every", type=float, default=10.0, help="seconds between backups")
     flags.add_argument("--pairs", type=int, default=2, help="of stretches, with and without")
-    flags.add_argument("--dir", help="where backups go (default: the temporary directory)")
+    flags.add_argument("--dir", help="a directory, or a place in a bucket; default: temporary")
     options = flags.parse_args()
 
     import keras
@@ -79,7 +80,10 @@ def main() -> None:
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x = np.random.default_rng(0).normal(size=(1024, 784)).astype(np.float32)
     dataset = tf.data.Dataset.from_tensor_slices((x, np.arange(1024) % 10)).batch(BATCH).repeat()
-    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+    place: Any = contextlib.nullcontext(options.dir)
+    if "://" not in (options.dir or ""):
+        place = tempfile.TemporaryDirectory(dir=options.dir)
+    with place as folder:
         tfmw.fit(
             model,
             dataset,

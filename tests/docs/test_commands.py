@@ -169,13 +169,18 @@ class ParsedError(Exception):
 
 @pytest.fixture
 def only_parse(monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = argparse.ArgumentParser.parse_args
+    parse = argparse.ArgumentParser.parse_known_args
+    within: list[argparse.ArgumentParser] = []
 
     def stop(self, args=None, namespace=None):
-        parse(self, args, namespace)
+        if within:  # the parser of a subcommand
+            return parse(self, args, namespace)
+        within.append(self)
+        _, unknown = parse(self, args, namespace)
+        assert not unknown
         raise ParsedError
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
 
 
 def words_of(command: str) -> list[str]:
