@@ -69,6 +69,7 @@ navigation = {
         "docs/howto/optimizer-state",
         "docs/howto/custom-loops",
         "docs/howto/notebooks",
+        "docs/howto/keep-workers",
         "docs/howto/recipes",
         "docs/howto/export",
     ],

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tfmw.train.plain_calls import options
     from tfmw.train.saved_model import export, verify_export
     from tfmw.train.strategies import init
+    from tfmw.train.workers import Workers
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _SOURCES = {
     "tfmw.train.calls": ("evaluate", "fit", "predict"),
     "tfmw.train.local_sgd.sync_settings": ("DiLoCo", "LocalSGD"),
     "tfmw.train.batch_calls": ("predict_on_batch", "test_on_batch", "train_on_batch"),
+    "tfmw.train.workers": ("Workers",),
     "tfmw.observe.progress": ("report_progress",),
     "tfmw.strategies": ("init",),
 }
@@ -52,6 +54,7 @@ __all__ = [
     "TaskFailed",
     "TfmwError",
     "UsageError",
+    "Workers",
     "attach",
     "callbacks",
     "data",

@@ -103,7 +103,7 @@ def test_measurements_are_on_one_page():
 
 
 VERBS = (
-    "Adapt|Answer|Back|Choose|Debug|Export|Fix|Handle|Install|Learn|Load|Migrate|Monitor|Read|"
+    "Adapt|Answer|Back|Choose|Debug|Export|Fix|Handle|Install|Keep|Learn|Load|Migrate|Monitor|Read|"
     "Restart|Run|Shard|Start|Submit|Track|Train|Troubleshoot|Tune|Use|Write"
 )
 

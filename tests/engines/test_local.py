@@ -25,7 +25,7 @@ from tfmw.compat import models
 from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.errors import UsageError
 from tfmw.launcher import call
-from tfmw.train import on_workers, pickling
+from tfmw.train import on_workers, pickling, sent_data
 from tfmw.train.checkpoint import state
 from tfmw.train.checkpoint.store import BackupStore
 
@@ -120,7 +120,7 @@ def test_functional_subclass_unpacks_in_a_new_process(tmp_path):
 import sys, numpy, tfmw
 from tfmw.train.checkpoint import state
 from tfmw.train.checkpoint.store import BackupStore
-from tfmw.train import on_workers, pickling
+from tfmw.train import on_workers, pickling, sent_data
 from tfmw.launcher import call
 from tests.engines import test_local
 model = pickling.rebuilt(call.loads(open(sys.argv[1], "rb").read()))
@@ -172,9 +172,9 @@ class Named(NamedTuple):
 
 def test_named_tuples_keep_their_type():
     for taken in (Named(X, [Named(Y, 1)]), (X, Named(Y, 1))):
-        sent = on_workers._sent(taken, "x")
+        sent = sent_data.sent_data(taken, "x")
         assert type(sent) is type(taken)
-        assert type(on_workers._opened(sent, {})) is type(taken)
+        assert type(sent_data.opened_data(sent, {})) is type(taken)
 
 
 def test_unpicklable_arguments_are_refused_with_an_alternative(monkeypatch):
@@ -193,7 +193,7 @@ def test_unpicklable_arguments_are_refused_with_an_alternative(monkeypatch):
                 tfmw.fit(model, x, workers=2, on=on)
     table_of_rows = tf.constant(X)
     captured = tf.data.Dataset.range(9).map(lambda i: (table_of_rows[i], i)).batch(3)
-    monkeypatch.setattr(on_workers, "_LARGEST_GRAPH", X.nbytes - 1)
+    monkeypatch.setattr(sent_data, "_LARGEST_GRAPH", X.nbytes - 1)
     for x in (dataset.shuffle(9).batch(32), captured):
         with pytest.raises(UsageError, match=r"arrays of 0.0 GB.*pass the arrays themselves"):
             tfmw.fit(model, x, workers=2)
@@ -290,6 +290,7 @@ def test_workers_go_on_from_the_random_state_of_the_caller(monkeypatch):
     ("number", "arguments", "said"),
     [
         pytest.param(signal.SIGINT, (), "KeyboardInterrupt()", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGINT, ("stay",), "KeyboardInterrupt()", marks=pytest.mark.nightly),
         (signal.SIGTERM, (), "the same command resumes the run"),
         pytest.param(signal.SIGTERM, ("without",), "SystemExit(143)", marks=pytest.mark.nightly),
     ],
@@ -317,7 +318,9 @@ def test_a_signal_ends_the_workers_and_keeps_their_weights(number, arguments, sa
     output = "".join(lines) + rest
     assert process.returncode == 0, output
     assert said in output
-    assert ("starts anew" in output) == bool(arguments), output
+    assert ("starts anew" in output) == ("without" in arguments), output
+    for said in ("same processes True", "trained again True") if "stay" in arguments else ():
+        assert said in output
     assert "resumes" not in output or not arguments
     kept = re.search(r"stopped; the model has the weights of step (\d+)", output)
     assert kept, output

@@ -1,6 +1,6 @@
 """A cell that is interrupted: an endless fit on two workers, then a look at what is left.
 
-With an argument it has no `backup_dir`.
+With the argument "without" it has no `backup_dir`; with "stay" its workers stay, and train again.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from typing import Any
 
 import keras
 import numpy as np
@@ -37,13 +38,16 @@ def main() -> None:
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     model.compile("adam", "mse")
     before = model.get_weights()[0].copy()
+    stays = sys.argv[1:] == ["stay"]
+    workers: Any = tfmw.Workers(2) if stays else 2
+    processes = workers.run(os.getpid) if stays else []
     with tempfile.TemporaryDirectory() as folder:
         try:
             tfmw.fit(
                 model,
                 dataset,
                 epochs=100_000,
-                workers=2,
+                workers=workers,
                 verbose=0,
                 callbacks=[SayWhenBackedUp("" if sys.argv[1:] else folder)],
                 backup_dir=None if sys.argv[1:] else folder,
@@ -53,6 +57,12 @@ def main() -> None:
             print(repr(stopped))
             changed = not np.array_equal(before, model.get_weights()[0])
             print(f"iterations {int(model.optimizer.iterations)} changed {changed}")
+    if stays:
+        steps = int(model.optimizer.iterations)
+        workers.fit(model, dataset, verbose=0)
+        print("same processes", workers.run(os.getpid) == processes)
+        print("trained again", int(model.optimizer.iterations) == steps + 8)
+        workers.close()
     left = children(os.getpid())
     waiting, _ = template_and_copies(left)  # for the next run
     print("no child left" if left == waiting else "children left")

@@ -159,14 +159,21 @@ def require_usable() -> None:
 def on_success(callback: Callable[[], None]) -> None:
     """Calls `callback` when this process ends without an error, and no other task fails."""
     if not _at_success and _joined is None:
-        _leave_by(_succeed)
+        _leave_by(succeed)
     _at_success.append(callback)
 
 
-def _succeed() -> None:
-    if not _failed:
-        for callback in _at_success:
-            callback()
+def succeed() -> None:
+    """Calls the callbacks of `on_success`, once, unless this process has failed."""
+    while _at_success and not _failed:
+        _at_success.pop(0)()
+
+
+def forget_preemption() -> None:
+    """Lets a process that has saved its state make further calls, and succeed."""
+    global _failed, _preempted
+    if _preempted:
+        _failed, _preempted = "", False
 
 
 def _leave_by(leave: Callable[[], None]) -> None:
@@ -202,7 +209,7 @@ def end_together(cluster: Cluster) -> None:
         except tf.errors.OpError as e:
             logger.warning("exits before the other tasks have finished: %s", e.message)
             return
-        _succeed()
+        succeed()
 
     _leave_by(leave)
 
@@ -241,7 +248,7 @@ def leave_servers_at_exit(control: ControlServer) -> None:
     """Ends the servers when this process, their coordinator, ends without an error."""
 
     def leave() -> None:
-        _succeed()
+        succeed()
         control.finish()
 
     _leave_by(leave)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
@@ -22,16 +23,20 @@ class Signals:
 
     Only the main thread can set handlers. In other threads nothing is recorded, and signals have
     their usual effect. An ignored signal (nohup) stays ignored.
+
+    Args:
+        leave: signals after which tasks may save their state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leave: Collection[int] = LEAVE) -> None:
         self.received: list[int] = []
+        self._leave = leave
         self._before: dict[int, Any] = {}
 
     @property
     def asks_to_leave(self) -> bool:
-        """Whether only one signal has arrived, and it is one of preemption."""
-        return len(self.received) == 1 and self.received[0] in LEAVE
+        """Whether only one signal has arrived, after which tasks may save their state."""
+        return len(self.received) == 1 and self.received[0] in self._leave
 
     @property
     def hurry(self) -> bool:

@@ -256,13 +256,19 @@ def seed_state() -> Mapping[str, Any]:
     }
 
 
-def set_seed_state(state: Mapping[str, Any]) -> None:
-    """Sets a result of `seed_state`. Python's and NumPy's generators change, too."""
-    if state["keras"] is not None:
-        keras.utils.set_random_seed(state["keras"])
-    seed, sequence = state["tensorflow"]
+def set_seed_state(state: Mapping[str, Any], anew: bool = True) -> None:
+    """Sets a result of `seed_state`. Python's and NumPy's generators change, too.
+
+    Args:
+        anew: whether equal seeds are set again, which makes traces with random ops invalid.
+    """
+    (seed, sequence), (own, _) = state["tensorflow"], seed_state()["tensorflow"]
+    if anew or (seed, state["keras"]) != (own, seed_state()["keras"]):
+        if state["keras"] is not None:
+            keras.utils.set_random_seed(state["keras"])
+        if seed is not None:
+            tf.random.set_seed(seed)
     if seed is not None:
-        tf.random.set_seed(seed)
         source_of_seeds().setstate(sequence)
 
 

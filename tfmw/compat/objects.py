@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 from keras.src.models import functional, model
 from keras.src.saving import keras_saveable
+from keras.src.trainers import compile_utils
 from keras.src.utils import backend_utils, tracking
 
 _LIBRARIES = ("builtins", "keras", "tensorflow", "numpy", "collections")
@@ -115,6 +116,8 @@ def reduced(part: Any) -> tuple[Any, ...] | None:
 
     The result has the form of `object.__reduce_ex__`.
     """
+    if part is getattr(compile_utils.CompileLoss, "Loss", compile_utils):
+        return getattr, (compile_utils.CompileLoss, "Loss")  # it does not know its qualified name
     if isinstance(part, keras.Variable):  # its tf.Variable cannot be pickled
         dropped = ("_value", "_initializer")
         state = {k: v for k, v in _own_state(part).items() if k not in dropped}
@@ -133,8 +136,13 @@ def reduced(part: Any) -> tuple[Any, ...] | None:
 
 def saveable_state(part: Any) -> dict[str, Any]:
     """Attributes of a layer, model or similar object, without compiled functions."""
-    left_out = ("train_function", "test_function", "predict_function", "history")
-    return {k: None if k in left_out else v for k, v in _own_state(part).items()}
+    left_out = ("train_function", "test_function", "predict_function")
+    state = {k: None if k in left_out else v for k, v in _own_state(part).items()}
+    if isinstance(part, keras.Model):  # Keras sets these at the start of a call
+        flags = dict.fromkeys(("stop_training", "stop_evaluating", "stop_predicting"), False)
+        of_call: dict[str, Any] = {**flags, "history": None}
+        state = {k: v for k, v in state.items() if k not in of_call} | of_call
+    return state
 
 
 def _variable(cls: type, state: dict[str, Any], value: Any) -> Any:

@@ -158,7 +158,7 @@ class Attempt:
         status.tasks, status.attempt, status.cluster = self.tasks, self.number, self.cluster or {}
         try:
             for task in self.tasks:
-                task.prepare(self.context.run.payload)
+                task.prepare(self.context.run.payload, self.context.run.stays)
             if self.cluster is None:
                 members = [task for task in self.tasks if task.kind != "evaluator"]
                 cluster: dict[str, list[str]] = {}
@@ -271,6 +271,12 @@ class Attempt:
     def _begin_to_leave(self) -> None:
         """Starts the time limit for tasks to save their state and exit, once."""
         self._leave_by = min(self._leave_by, time.monotonic() + self._options.leave_s)
+
+    def stay(self) -> None:
+        """Copies the output of tasks that stay after a call, and takes a request to leave back."""
+        while self._output.pump(0.0):
+            pass
+        self._leave_by = _NEVER
 
     def _served_out(self) -> bool:
         """Whether only serving tasks remain, and their time to exit is over."""

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tfmw.cluster.cluster import MEMBERS, ROUNDS, TOKEN
 from tfmw.cluster.signals import Signals
@@ -24,6 +24,7 @@ from tfmw.errors import UsageError
 from tfmw.launcher import call
 from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.environment import make_run_directory, task_environment
+from tfmw.launcher.failure import Failure
 from tfmw.launcher.network import Gateway, choose_network, network_hint
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.orchestrator import LOOK_S, Orchestrator, RunOver
@@ -53,17 +54,11 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
     Raises:
         UsageError: invalid options, TF_CONFIG is set, a folder that can't be written.
     """
-    job.options.check(job.workers)
-    environ = {**os.environ, **job.env}
-    if environ.get("TF_CONFIG", "").strip():
-        raise UsageError(
-            f"TF_CONFIG is already set to {environ['TF_CONFIG']}; unset it or drop --workers."
-        )
+    environ = environment_of(job)
     with contextlib.ExitStack() as stack:
-        own = {RUN_ID: environ.get(RUN_ID) or secrets.token_hex(8)}
         if job.options.elastic:
-            own |= stack.enter_context(_served_rounds(job, environ))
-        context = make_context(job, {**environ, **own}, stop, stack)
+            environ |= stack.enter_context(_served_rounds(job, environ))
+        context = make_context(job, environ, stop, stack)
         backend = _LocalAttempts(context, RestartPolicy(job.options, job.workers))
         orchestrator = Orchestrator(backend.policy, backend)
         stack.callback(backend.close)
@@ -74,14 +69,36 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
     assert attempt is not None
     stopped = stop.received and not orchestrator.over  # between two attempts
     failures = () if stopped else orchestrator.failures
+    return run_result(context, attempt, failures, backend.policy.restarts)
+
+
+def environment_of(job: LocalRun) -> dict[str, str]:
+    """The environment of a run's tasks, with the id of the run.
+
+    Raises:
+        UsageError: invalid options, or TF_CONFIG is set.
+    """
+    job.options.check(job.workers)
+    environ = {**os.environ, **job.env}
+    if environ.get("TF_CONFIG", "").strip():
+        raise UsageError(
+            f"TF_CONFIG is already set to {environ['TF_CONFIG']}; unset it or drop --workers."
+        )
+    return {**environ, RUN_ID: environ.get(RUN_ID) or secrets.token_hex(8)}
+
+
+def run_result(
+    context: AttemptContext, attempt: Attempt, failures: Sequence[Failure], restarts: int = 0
+) -> tuple[Result, dict[str, call.Outcome | None]]:
+    """The result of a run after its last attempt has ended; see `run_locally`."""
     status = exit_status(
         failures,
         preempted=attempt.preempted(),
-        signals=stop.received,
+        signals=context.stop.received,
         output_broken=context.display.broken,
     )
-    failures = failures if status in (1, 2) else ()
-    if status == 0 and job.log_dir is None:
+    failures = tuple(failures) if status in (1, 2) else ()
+    if status == 0 and context.run.log_dir is None:
         shutil.rmtree(context.directory, ignore_errors=True)
     result = Result(
         status=status,
@@ -89,7 +106,7 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
         failures=failures,
         directory=context.directory if context.directory.exists() else None,
         attempts=attempt.number + 1,
-        restarts=backend.policy.restarts,
+        restarts=restarts,
         hint=network_hint(failures) if context.spawner.namespaces else "",
         goodput=goodput.line(
             {t: d.until(goodput.now(), goodput.OTHER) for t, d in divisions(attempt.tasks).items()}

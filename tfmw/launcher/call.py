@@ -9,18 +9,27 @@ maps into its memory.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import mmap
 import os
 import pickle
+import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from tfmw.errors import TaskFailed, UsageError
 
 RESULT_FD = "TFMW_RESULT_FD"
+
+CALLS_FD = "TFMW_CALLS_FD"
+"""Variable of tasks that run several calls: the socket over which they receive them."""
+
+ANSWER = b"."
+"""Message of such a task once the result of a call is complete."""
 
 ELSEWHERE = "TFMW_ELSEWHERE"
 """Variable of tasks that may run on other machines than the caller: the host's name."""
@@ -45,11 +54,13 @@ def pickler() -> Any:
         return pickle
 
 
-def apart(large: list[pickle.PickleBuffer]) -> Callable[[pickle.PickleBuffer], bool]:
-    """A pickler's `buffer_callback` that puts large arrays into a list."""
+def apart(
+    large: list[pickle.PickleBuffer], least: int | None = None
+) -> Callable[[pickle.PickleBuffer], bool]:
+    """A pickler's `buffer_callback` that puts arrays of at least `least` bytes into a list."""
 
     def take(array: pickle.PickleBuffer) -> bool:
-        if array.raw().nbytes < LARGE:
+        if array.raw().nbytes < (LARGE if least is None else least):
             return True  # into the pickle
         large.append(array)
         return False
@@ -90,18 +101,40 @@ def write(payload: Payload, file: IO[bytes]) -> None:
 
 
 def receive() -> Callable[[], None]:
-    """Reads the call from standard input, in the child.
+    """Reads the call from standard input, in the child; or else all calls, from a socket.
 
     Returns:
         Calls the function and sends its result; sends and raises an exception. Until then the call
         stays pickled: its modules may need tfmw.init before their import.
     """
-    path, blob, sizes = pickle.load(sys.stdin.buffer)
+    if CALLS_FD in os.environ:
+        calls = socket.socket(fileno=int(os.environ.pop(CALLS_FD)))
+        return functools.partial(_serve, calls)
+    result = open(int(os.environ.pop(RESULT_FD)), "wb")  # noqa: SIM115  (the call closes it)
+    return _received(sys.stdin.buffer, result)
+
+
+def _serve(calls: socket.socket) -> None:
+    """Runs calls until the launcher closes the socket, or one raises an exception."""
+    with calls:
+        while True:
+            message, files, _, _ = socket.recv_fds(calls, 1, 2)
+            if not message:
+                return
+            with open(files[0], "rb") as file:
+                run = _received(file, open(files[1], "wb"))  # noqa: SIM115  (the call closes it)
+            run()
+            calls.sendall(ANSWER)
+
+
+def _received(file: IO[bytes], result: IO[bytes]) -> Callable[[], None]:
+    """A call that is read from a file, and its result's file."""
+    path, blob, sizes = pickle.load(file)
     arrays = []
     if sizes:
         # The child gets a private copy: its changes do not reach the file.
-        mapped = memoryview(mmap.mmap(sys.stdin.fileno(), 0, access=mmap.ACCESS_COPY))
-        start = sys.stdin.buffer.tell()
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        start = file.tell()
         for size in sizes:
             start += -start % _ALIGNED
             arrays.append(mapped[start : start + size])
@@ -109,7 +142,6 @@ def receive() -> Callable[[], None]:
     if ELSEWHERE in os.environ:  # packages may be in other folders there
         path = [*sys.path, *(p for p in path if p not in sys.path and os.path.isdir(p))]
     sys.path[:] = path
-    result = open(int(os.environ.pop(RESULT_FD)), "wb")  # noqa: SIM115  (the call closes it)
 
     def run() -> None:
         with result:  # once it is closed, the launcher may end this process at any moment
@@ -136,8 +168,15 @@ def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:
     Raises:
         UsageError: the data needs a module that is not installed here.
     """
-    try:
+    with missing_modules_named():
         return pickle.loads(data, buffers=arrays)
+
+
+@contextlib.contextmanager
+def missing_modules_named() -> Iterator[None]:
+    """Raises UsageError for a module of the caller's that is not installed here."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         if ELSEWHERE not in os.environ:
             raise

@@ -99,6 +99,7 @@ class LocalRun:
     farewell_s: float = FAREWELL_S
     # Standard input of each task: the function to call. Each task then has a file for its result.
     payload: call.Payload | None = None
+    stays: bool = False  # whether the tasks run calls that follow, until they are closed
     rounds: str = ""  # the module that serves elastic rounds, if the workers need a server
     # A folder that the caller removes at the end; the reaper removes it if the caller is killed.
     scratch: str = ""

@@ -109,15 +109,16 @@ class Display:
     """Writes the output of several tasks to one stream.
 
     Args:
-        out: the stream; `broken` becomes True once its reader has closed it. Output that cannot be
-            written for another reason, to a full disk or a closed terminal, is dropped.
+        out: the stream, which may be replaced; `broken` becomes True once its reader has closed it.
+            Output that cannot be written for another reason, to a full disk or a closed terminal,
+            is dropped.
         live: name of the task whose output is printed without labels; None labels every line.
     """
 
     def __init__(self, out: TextIO, live: str | None = None) -> None:
         self.broken = False
         self._problem = ""  # reason why output was dropped
-        self._out = out
+        self.out = out
         self._live = live
         self._shown = ""  # the live task's unfinished line on the terminal
         self._pending: dict[str, str] = {}
@@ -164,10 +165,10 @@ class Display:
         if self.broken or not text:
             return
         try:
-            self._out.write(text)
-            self._out.flush()
+            self.out.write(text)
+            self.out.flush()
         except UnicodeEncodeError:
-            encoding = getattr(self._out, "encoding", None) or "ascii"
+            encoding = getattr(self.out, "encoding", None) or "ascii"
             self._write(text.encode(encoding, "replace").decode(encoding))
         except BrokenPipeError:
             self.broken = True

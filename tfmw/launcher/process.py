@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import struct
 import tempfile
 import time
@@ -167,16 +168,52 @@ class Task(TaskFiles):
         self._line_at = 0  # position of that line in the log
         self._call: IO[bytes] | None = None  # standard input of the task
         self._result: IO[bytes] | None = None
+        self._calls: socket.socket | None = None  # the launcher's end, for a task that stays
+        self._remote: socket.socket | None = None  # the task's end, until the start
 
-    def prepare(self, payload: call.Payload | None) -> None:
-        """Creates its files, and those of its call and result, if it gets a call."""
+    def prepare(self, payload: call.Payload | None, stays: bool = False) -> None:
+        """Creates its files, and those of its call and result, if it gets a call.
+
+        Args:
+            payload: its only call, or None.
+            stays: whether it runs the calls that `call` sends, until the end of `leave`.
+        """
         self.make()
-        if payload is not None:
-            self._call = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115  (closed in start)
-            call.write(payload, self._call)
-            self._call.seek(0)
+        if stays:
+            self._calls, self._remote = socket.socketpair()
+            self.env[call.CALLS_FD] = str(self._remote.fileno())
+        elif payload is not None:
+            self._call = self._packed(payload)
             self._result = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115  (closed in result)
             self.env[call.RESULT_FD] = str(self._result.fileno())
+
+    def _packed(self, payload: call.Payload) -> IO[bytes]:
+        """A temporary file with a call."""
+        file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115  (the caller closes it)
+        call.write(payload, file)
+        file.flush()
+        file.seek(0)
+        return file
+
+    def call(self, payload: call.Payload) -> None:
+        """Sends a call to a task that stays; it is lost with a task that has ended."""
+        assert self._calls is not None
+        self._result = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115  (closed in result)
+        with self._packed(payload) as file, contextlib.suppress(OSError):
+            files = [file.fileno(), self._result.fileno()]
+            socket.send_fds(self._calls, [b"c"], files)
+
+    def has_answered(self) -> bool:
+        """Whether the result of the call is complete; True once for each call."""
+        assert self._calls is not None
+        with contextlib.suppress(OSError):  # not yet, or the task has ended
+            return self._calls.recv(1, socket.MSG_DONTWAIT) == call.ANSWER
+        return False
+
+    def leave(self) -> None:
+        """Lets a task that stays end after its last call."""
+        assert self._calls is not None
+        self._calls.close()
 
     def start(self, spawner: Spawner, command: Sequence[str], terminal: bool) -> None:
         """Starts the prepared process, which dies with the calling thread (see `task`).
@@ -186,13 +223,15 @@ class Task(TaskFiles):
         self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
         self.started = time.monotonic()
         self._spawner = spawner
-        fds = [] if self._result is None else [self._result.fileno()]
+        fds = [file.fileno() for file in (self._result, self._remote) if file is not None]
         with self._call or open(os.devnull, "rb") as stdin:
             self.pid, self.stream = spawner.spawn(command, stdin, terminal, fds, self.env)
+        if self._remote is not None:
+            self._remote.close()
 
     def result(self) -> bytes:
-        """The pickled outcome of the call; b"" without a call. Call it once, after the end."""
-        if self._result is None:
+        """The pickled outcome of the call; b"" without a call. Call it once for each call."""
+        if self._result is None or self._result.closed:
             return b""
         with self._result as file:
             file.seek(0)
@@ -246,6 +285,8 @@ class Task(TaskFiles):
         if self.pid:
             os.waitpid(self.pid, 0)
             self._spawner.forget(self.pid)
+        if self._calls is not None:
+            self._calls.close()
         if self.stream is not None:
             os.close(self.stream)
             self.stream = None

@@ -51,7 +51,7 @@ class FitArguments:
     validation_batch_size: int | None
     validation_freq: Any
     strategy: Any
-    workers: int | tuple[int, int] | None
+    workers: Any  # a number, (least, most), a `Workers`, or None
     on: Any
     backup_dir: str | os.PathLike[str] | None
     backup_every: Any

@@ -50,7 +50,7 @@ def fit(
     validation_freq: Any = 1,
     *,
     strategy: Any = "auto",
-    workers: int | tuple[int, int] | None = None,
+    workers: Any = None,
     on: Any = "local",
     backup_dir: str | os.PathLike[str] | None = None,
     backup_every: Any = "epoch",
@@ -75,10 +75,11 @@ def fit(
             returns the pipeline of that worker, batched by the batch size of one replica.
         strategy: "auto" (the cluster that `tfmw.init` joined; else the GPUs of this machine; else
             one process), a name from `tfmw.strategies`, or a `tf.distribute.Strategy`.
-        workers: number of new processes on which to train; the result is copied back. Use it in
-            notebooks, where TensorFlow has already run. An argument that cannot be sent to other
-            processes (a dataset that holds Python functions, for example) raises before any process
-            starts. Engines also accept (least, most), and start as many as have room.
+        workers: number of new processes on which to train, or a `tfmw.Workers`; the result is
+            copied back. Use it in notebooks, where TensorFlow has already run. An argument that
+            cannot be sent to other processes (a dataset that holds Python functions, for example)
+            raises before any process starts. Engines also accept (least, most), and start as many
+            as have room.
         on: the system that runs these processes: "local", "ray", "slurm", "spark", or an engine
             with its settings, such as `tfmw.engines.Ray(resources={"CPU": 4})`. When a task dies,
             all restart from the newest backup, up to the engine's `max_restarts`.
@@ -133,10 +134,7 @@ def fit(
     settings_of(arguments)
     if workers is not None:
         return on_workers.fit_on_workers(fit, arguments)
-    if on != "local":
-        raise UsageError(
-            f"received on={on!r} without a number of processes: add workers=, such as workers=2."
-        )
+    _refuse_engine_alone(on)
     if export_dir is not None:
         arguments = dataclasses.replace(arguments, export_dir=check_path(export_dir))
     if seed is not None:
@@ -151,6 +149,13 @@ def fit(
         )
         calls.end()
     return history
+
+
+def _refuse_engine_alone(on: Any) -> None:
+    if on != "local":
+        raise UsageError(
+            f"received on={on!r} without a number of processes: add workers=, such as workers=2."
+        )
 
 
 class _Trainings:
@@ -225,12 +230,14 @@ def evaluate(
     return_dict: bool = False,
     *,
     strategy: Any = "auto",
+    workers: Any = None,
+    on: Any = "local",
     split_batch: bool = True,
 ) -> Any:
     """Computes loss and metrics over all examples, on all replicas.
 
     Args:
-        model, x, y, strategy, split_batch: see `fit`.
+        model, x, y, strategy, workers, on, split_batch: see `fit`.
         batch_size, verbose, sample_weight, steps, callbacks, return_dict: see
             `keras.Model.evaluate`.
 
@@ -246,6 +253,11 @@ def evaluate(
         "sample_weight": sample_weight, "steps": steps, "callbacks": callbacks,
         "return_dict": return_dict,
     }  # fmt: skip
+    of_tfmw = {"strategy": strategy, "workers": workers, "on": on, "split_batch": split_batch}
+    if workers is not None:
+        every = {"model": model, **keras_arguments, **of_tfmw}
+        return on_workers.pass_on_workers(evaluate, every, given())
+    _refuse_engine_alone(on)
     with errors_reported(strategy):
         one_pass = OnePass(model_of(model), strategy, split_batch)
         return call_own(
@@ -263,12 +275,14 @@ def predict(
     callbacks: Any = None,
     *,
     strategy: Any = "auto",
+    workers: Any = None,
+    on: Any = "local",
     split_batch: bool = True,
 ) -> Any:
     """Computes predictions for all examples in the dataset's order, on all replicas.
 
     Args:
-        model, x, strategy, split_batch: see `fit`.
+        model, x, strategy, workers, on, split_batch: see `fit`.
         batch_size, verbose, steps, callbacks: see `keras.Model.predict`.
 
     Returns:
@@ -284,6 +298,11 @@ def predict(
         "x": x, "batch_size": batch_size, "verbose": verbose, "steps": steps,
         "callbacks": callbacks,
     }  # fmt: skip
+    of_tfmw = {"strategy": strategy, "workers": workers, "on": on, "split_batch": split_batch}
+    if workers is not None:
+        every = {"model": model, **keras_arguments, **of_tfmw}
+        return on_workers.pass_on_workers(predict, every, given())
+    _refuse_engine_alone(on)
     with errors_reported(strategy):
         one_pass = OnePass(model_of(model), strategy, split_batch)
         return call_own(

@@ -1,13 +1,15 @@
-"""`tfmw.fit(model, data, workers=2)`: trains a model of this process on a new cluster.
+"""`tfmw.fit(model, data, workers=2)`: a call with a model of this process, on other processes.
 
 A process that has run TensorFlow ops cannot join a cluster, and a notebook's kernel has usually run
-some. So the model and the data are sent to new processes and trained there. Weights, optimizer
-state and History are copied back into the caller's objects.
+some. So the model and the data are sent to worker processes, which make the call. Weights,
+optimizer state and History are copied back into the caller's objects.
 
 The model is sent with the classes and functions that a notebook defines (`pickling`), a
-`tf.data.Dataset` as its graph, arrays and callables unchanged. On this machine nothing is written
-to disk, and only children of this process receive it; with `on=` an engine transfers it to the
-tasks.
+`tf.data.Dataset` as its graph, arrays and callables unchanged. On this machine only children of
+this process receive them; with `on=` an engine transfers them to the tasks.
+
+On this machine each call is one of `Workers`: those that the caller passes, or some that end after
+it. Elastic workers and those of an engine make one call, too, and restart after a failure.
 """
 
 from __future__ import annotations
@@ -16,92 +18,47 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
 import os
-import pickle
-import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfmw import data
-from tfmw.cluster import membership
-from tfmw.cluster.cluster import MEMBER
-from tfmw.compat import datasets, model_methods, models
-from tfmw.compat.pipelines import Pipeline, without_devices
-from tfmw.compat.shuffles import ShuffleSeeds
-from tfmw.data import reshuffles
-from tfmw.data.random_state import restore_random_state
-from tfmw.errors import Preempted, UsageError, first_line, is_whole
+from tfmw.compat import model_methods, models
+from tfmw.errors import Preempted, UsageError
 from tfmw.launcher import call
 from tfmw.launcher.engines import agent, submit
 from tfmw.launcher.engines.engine import Engine
 from tfmw.launcher.output import is_watched
 from tfmw.launcher.run import launch
-from tfmw.observe import trackers
 from tfmw.storage import disk
-from tfmw.train import pickling
 from tfmw.train.arguments import FitArguments
 from tfmw.train.callbacks.roles import BackupAndRestore, TemporaryBackup, without_backup
 from tfmw.train.checkpoint import state
-from tfmw.train.checkpoint.resume import CALL, identity
 from tfmw.train.checkpoint.store import BackupStore
 from tfmw.train.local_sgd import round_server
+from tfmw.train.sent_data import follow_orders, sent_data
+from tfmw.train.worker_calls import KEPT_BY_JOB, run
+from tfmw.train.workers import Requests, Workers, for_one_call, refuse_in_cluster, require_number
 
 _ELASTIC_RESTARTS = 100
-_numbers = itertools.count()  # of calls
 _BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
 _BACKUP_OF_JOB_EVERY = "10 s"  # each backup is sent to the job's controller
 
-_LARGEST_GRAPH = 2**31 - 2**20  # most bytes of a protocol buffer, without those of its nodes
-
-_KEPT_BY_JOB = "(kept by the job)"
-"""Value in place of a `backup_dir`: each task's folder, whose newest backup the engine keeps."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _SentDataset:
-    """A dataset as its graph and the spec of its elements.
-
-    Attributes:
-        orders: name of a generator of the graph -> (seeds of its shuffle, number of passes so far).
-    """
-
-    graph: bytes
-    spec: Any
-    orders: Mapping[str, tuple[list[int], int]]
-
-    def open(self, opened: dict[str, tf.data.Dataset]) -> tf.data.Dataset:
-        """The dataset, with shuffles at the caller's position.
-
-        Args:
-            opened: shuffles by the names of their generators, which datasets share.
-        """
-        graph = tf.compat.v1.GraphDef.FromString(self.graph)
-        for _, handle, again in list(reshuffles.generators_in(graph.node)):
-            name = reshuffles.name_of(handle)
-            if name not in opened:
-                seeds, passes = self.orders[name]
-                opened[name] = datasets.small_shuffle(seeds, again)
-                ShuffleSeeds(opened[name]).passes = passes
-            reshuffles.share(handle, opened[name])
-        return datasets.dataset_from_graph(graph, self.spec)
-
 
 def fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
-    """Trains on new processes and copies the result back.
+    """Trains on other processes and copies the result back.
 
     Args:
         fit: `tfmw.fit`, which each worker calls.
-        arguments: arguments of the call, with a number of workers. Each worker runs the model's own
-            `fit`, if its class has one; wrappers of other libraries run here.
+        arguments: arguments of the call, with a number of workers or a `Workers`. Each worker runs
+            the model's own `fit`, if its class has one; wrappers of other libraries run here.
 
     Returns:
         The History of the run, or the result of the model's own `fit`. If `arguments.model` is a
@@ -116,88 +73,191 @@ def fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
             weights of their last step.
     """
 
-    def run(**passed: Any) -> Any:
+    def run_here(**passed: Any) -> Any:
         return _fit_on_workers(fit, dataclasses.replace(arguments, **passed))
 
-    if not isinstance(arguments.model, keras.Model):
-        return run()
-    asked = vars(arguments), arguments.given
-    return model_methods.call_method(arguments.model, "fit", *asked, run, None, overrides=False)
+    return _with_wrappers("fit", vars(arguments), arguments.given, run_here)
+
+
+def pass_on_workers(
+    method: Callable[..., Any], arguments: Mapping[str, Any], given: Collection[str]
+) -> Any:
+    """Evaluates or predicts on other processes; see `fit_on_workers`.
+
+    Args:
+        method: `tfmw.evaluate` or `tfmw.predict`.
+        arguments: its arguments by name.
+        given: names of those that the caller has passed.
+    """
+
+    def run_here(**passed: Any) -> Any:
+        name, all_of = method.__name__, {**arguments, **passed}
+        model, workers, on = all_of["model"], all_of["workers"], all_of["on"]
+        _refuse(workers, all_of["strategy"])
+        sent = {**all_of, "x": sent_data(all_of["x"], "x"), "workers": None, "on": "local"}
+        sent["given"] = frozenset(given)
+        if isinstance(model, keras.Model):
+            _build(name, all_of, given, lambda passed: _source({**all_of, **passed}))
+        prepared = model_methods.is_within(model, name)
+        if (engine := _engine(workers, on)) is not None:
+            launched = functools.partial(_on_engine, engine, workers)
+            answer = _call_once(method, sent, prepared, launched)
+        else:
+            with _local(workers) as local:
+                answer = local.call(method, sent, prepared)
+            if answer["signal"]:
+                signal.raise_signal(answer["signal"])
+        follow_orders(sent["x"], answer["orders"])
+        return answer["result"]
+
+    return _with_wrappers(method.__name__, arguments, given, run_here)
+
+
+def _source(arguments: Mapping[str, Any]) -> data.Source:
+    names = ("x", "y", "sample_weight", "batch_size", "steps")
+    x, y, sample_weight, batch_size, steps = map(arguments.get, names)
+    return data.Source(x, y, sample_weight, batch_size, steps)
+
+
+def _with_wrappers(
+    name: str, arguments: Mapping[str, Any], given: Collection[str], run_here: Callable[..., Any]
+) -> Any:
+    """The result of `run_here`, within wrappers that other libraries have put around `name`."""
+    model = arguments["model"]
+    if not isinstance(model, keras.Model):
+        return run_here()
+    return model_methods.call_method(model, name, arguments, given, run_here, None, overrides=False)
+
+
+def _refuse(workers: Any, strategy: Any) -> None:
+    if not isinstance(workers, Workers):
+        refuse_in_cluster(workers)
+    if strategy not in ("auto", "multi_worker_mirrored"):
+        raise UsageError(
+            f"workers={workers} trains with multi-worker mirroring, received "
+            f"strategy={strategy!r}: leave one of the two out."
+        )
+
+
+def _engine(workers: Any, on: Any) -> Engine | None:
+    """The engine of a call; None for processes of this machine."""
+    engine = submit.engine_of(on)
+    if not isinstance(workers, Workers) and engine.name != "local":
+        return engine
+    if not isinstance(workers, Workers):
+        require_number(workers)
+    return None
+
+
+def _local(workers: Any) -> contextlib.AbstractContextManager[Workers]:
+    """The workers of a call, which end with it if the caller passed a number."""
+    if isinstance(workers, Workers):
+        return contextlib.nullcontext(workers)
+    return for_one_call(workers)
 
 
 def _fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
     model, workers = arguments.model, arguments.workers
-    if not membership.current_cluster().is_single:
+    _refuse(workers, arguments.strategy)
+    engine = _engine(workers, arguments.on)
+    elastic = arguments.sync is not None and arguments.sync.elastic
+    restarts = _ELASTIC_RESTARTS if elastic else submit.engine_of(arguments.on).max_restarts
+    if isinstance(workers, Workers) and (elastic or restarts):
         raise UsageError(
-            f"workers={workers} starts new processes, and this process is already part of "
-            f"{membership.current_cluster()!r}: leave workers= out."
-        )
-    if arguments.strategy not in ("auto", "multi_worker_mirrored"):
-        raise UsageError(
-            f"workers={workers} trains with multi-worker mirroring, received "
-            f"strategy={arguments.strategy!r}: leave one of the two out."
-        )
-    engine = submit.engine_of(arguments.on)
-    here = engine.name == "local"
-    if here and not is_whole(workers, 1):
-        raise UsageError(
-            f"received workers={workers!r}: expected a number of processes, such as 2."
+            "workers that stay do not restart within a call, as elastic=True and max_restarts "
+            "ask: pass the number of workers, such as workers=2."
         )
     sent = dataclasses.replace(
         arguments,
-        x=_sent(arguments.x, "x"),
-        validation_data=_sent(arguments.validation_data, "validation_data"),
+        x=sent_data(arguments.x, "x"),
+        validation_data=sent_data(arguments.validation_data, "validation_data"),
         workers=None,
         on="local",
     )
+
+    def source(passed: Mapping[str, Any]) -> data.Source:
+        return dataclasses.replace(arguments, **passed).split().source
+
     if isinstance(model, keras.Model):
-        _build(arguments)
-    if here:
-        chief = _train_here(fit, sent, workers, engine.max_restarts)
-    else:
+        _build("fit", vars(arguments), arguments.given, source)
+    if engine is not None:
         chief = _train_on_engine(fit, sent, workers, engine)
+    elif elastic or restarts:
+        chief = _train_with_restarts(fit, sent, workers, restarts, elastic)
+    else:
+        with _local(workers) as local:
+            chief = _train_here(fit, sent, local)
     history = keras.callbacks.History()
     vars(history).update(chief["history"])
-    _follow_orders([sent.x, sent.validation_data], chief["orders"])
+    follow_orders([sent.x, sent.validation_data], chief["orders"])
     if isinstance(model, keras.Model):
-        state.restore(model, chief["tensors"])
         history.set_model(model)
         model.history = history
+    if chief.get("signal"):  # after the last step
+        signal.raise_signal(chief["signal"])
     return chief.get("result", history)
 
 
-def _train_here(
-    fit: Callable[..., Any], sent: FitArguments, workers: Any, max_restarts: int
+@contextlib.contextmanager
+def _backups(sent: FitArguments, folder: str) -> Iterator[FitArguments]:
+    """The arguments with a backup, whose newest state a stopped model gets."""
+    backup = sent.backup or TemporaryBackup(os.path.join(folder, "backups"), _BACKUP_EVERY)
+    try:
+        yield _with(sent, backup)
+    except (KeyboardInterrupt, Preempted) as stopped:
+        _restore_newest_backup(sent.model, backup.backup_dir)
+        if sent.backup is not None or isinstance(stopped, KeyboardInterrupt):
+            raise
+        print("without backup_dir= the same command starts anew", flush=True)
+        raise SystemExit(128 + signal.SIGTERM) from None
+
+
+def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Workers) -> dict[str, Any]:
+    """Trains on processes of this machine; returns the chief's answer."""
+    with workers.folder() as folder, _backups(sent, folder) as backed_up:
+        answer = {"stopped": True, "signal": 0}
+        while "stopped" in answer and not answer["signal"]:  # else a worker alone got the signal
+            answer = workers.call(fit, vars(backed_up), _prepared(sent))
+        if "stopped" not in answer:
+            return answer
+        if answer["signal"] == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Preempted("the workers saved their state; the same command resumes the run")
+
+
+def _train_with_restarts(
+    fit: Callable[..., Any], sent: FitArguments, workers: Any, restarts: int, elastic: bool
 ) -> dict[str, Any]:
-    """Trains on processes of this machine; returns the chief's result."""
-    asked, elastic = sent.backup, sent.sync is not None and sent.sync.elastic
-    with contextlib.ExitStack() as stack:
-        backup, folder = asked, ""
-        if backup is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfmw-fit-"))
-            backup = TemporaryBackup(os.path.join(folder, "backups"), _BACKUP_EVERY)
-        try:
-            chief, *_ = launch(
-                _train,
-                _packed(fit, _with(sent, backup)),
-                workers,
-                rounds=round_server.__name__ if elastic else "",
-                max_restarts=_ELASTIC_RESTARTS if elastic else max_restarts,
-                scratch=folder,
-                env=_call(),
-            )
-        except (KeyboardInterrupt, Preempted) as stopped:
-            _restore_newest_backup(sent.model, backup.backup_dir)
-            if asked is not None or isinstance(stopped, KeyboardInterrupt):
-                raise
-            print("without backup_dir= the same command starts anew", flush=True)
-            raise SystemExit(128 + signal.SIGTERM) from None
-    return chief
+    """Trains on processes of this machine that restart after a failure; elastic ones one by one."""
+
+    def launched(*request: Any) -> list[Any]:
+        rounds = round_server.__name__ if elastic else ""
+        return launch(run, request, workers, rounds=rounds, max_restarts=restarts, scratch=folder)
+
+    with (
+        tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder,
+        _backups(sent, folder) as backed_up,
+    ):
+        return _call_once(fit, vars(backed_up), _prepared(sent), launched)
 
 
-def _call() -> dict[str, str]:
-    """The identity of a call, for its processes: a restart of them is no other call."""
-    return {CALL: f"{identity()}/{next(_numbers)}"}
+def _prepared(sent: FitArguments) -> bool:
+    return model_methods.is_within(sent.model, "fit")
+
+
+def _call_once(
+    method: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    prepared: bool,
+    launched: Callable[..., list[Any]],
+) -> dict[str, Any]:
+    """The chief's answer to a request, for which `launched` starts processes."""
+    requests = Requests(keeps=False, stays=False)
+    request, packer = requests.make(method, arguments, prepared)
+    answers = launched(request)
+    requests.end(request, packer, arguments["model"], answers)
+    answer: dict[str, Any] = answers[0]
+    return answer
 
 
 def _with(sent: FitArguments, backup: BackupAndRestore) -> FitArguments:
@@ -209,193 +269,90 @@ def _with(sent: FitArguments, backup: BackupAndRestore) -> FitArguments:
 def _train_on_engine(
     fit: Callable[..., Any], sent: FitArguments, workers: Any, engine: Engine
 ) -> dict[str, Any]:
-    """Trains on the machines of an engine; returns the chief's result."""
+    """Trains on the machines of an engine; returns the chief's answer."""
     backup = copy.copy(sent.backup)
     directories = {}
     if backup is None:
-        backup = TemporaryBackup(_KEPT_BY_JOB, _BACKUP_OF_JOB_EVERY)
+        backup = TemporaryBackup(KEPT_BY_JOB, _BACKUP_OF_JOB_EVERY)
     else:
         backup.backup_dir = directories["backup_dir"] = disk.absolute(backup.backup_dir)
     if sent.export_dir is not None:
         sent = dataclasses.replace(sent, export_dir=disk.absolute(os.fspath(sent.export_dir)))
+
+    def stopped(job: Any) -> None:
+        with tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder:
+            if directories:
+                folder = directories["backup_dir"]
+            elif archive := job.backup():
+                agent.unpack(archive, Path(folder))
+            _restore_newest_backup(sent.model, folder)
+
+    def launched(request: Any) -> list[Any]:
+        return _on_engine(engine, workers, request, directories, stopped)
+
+    return _call_once(fit, vars(_with(sent, backup)), _prepared(sent), launched)
+
+
+def _on_engine(
+    engine: Engine,
+    workers: Any,
+    request: Any,
+    directories: Mapping[str, str] | None = None,
+    stopped: Callable[[Any], None] | None = None,
+) -> list[Any]:
+    """The answers of the tasks of a job; `stopped` is called with a job that Ctrl-C has ended."""
     submitted = submit.start(
         engine,
-        call.pack(_train, _packed(fit, _with(sent, backup))),
+        call.pack(run, (request,)),
         workers,
         engine.max_restarts,
         live=is_watched(sys.stdout),
-        directories=directories,
-        env=_call(),
+        directories=dict(directories or {}),
     )
     with submit.held(submitted) as job:
         try:
             job.logs(follow=True)
-            return dict(job.result()[0])
+            return list(job.result())
         except KeyboardInterrupt:
             job.cancel()
-            with tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder:
-                if directories:
-                    folder = directories["backup_dir"]
-                elif archive := job.backup():
-                    agent.unpack(archive, Path(folder))
-                _restore_newest_backup(sent.model, folder)
+            if stopped is not None:
+                stopped(job)
             raise
 
 
-def _packed(fit: Callable[..., Any], sent: FitArguments) -> tuple[Any, ...]:
-    """The arguments of `_train`."""
-    large: list[pickle.PickleBuffer] = []
-    prepared = model_methods.is_within(sent.model, "fit")  # by the model's own method, here
-    return fit, pickling.pack((sent, _process_settings(), prepared), large), large
+def _build(
+    name: str,
+    arguments: Mapping[str, Any],
+    given: Collection[str],
+    source: Callable[[Mapping[str, Any]], data.Source],
+) -> None:
+    """Builds the caller's model, so that it has variables for the workers' values.
 
-
-def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict[str, Any]:
-    """Trains, in a worker. The chief returns the values for the caller's objects."""
-    sent, process, prepared = call.loads(packed, large)
-    _apply(process)
-    model = sent.model
-    model = pickling.rebuilt(model) if isinstance(model, keras.Model) else model()
-    if sent.backup is not None and os.path.basename(sent.backup.backup_dir) == _KEPT_BY_JOB:
-        sent.backup.backup_dir = os.environ[agent.BACKUPS]
-    opened: dict[str, tf.data.Dataset] = {}
-    arguments = {
-        **vars(sent),
-        "model": model,
-        "x": _opened(sent.x, opened),
-        "validation_data": _opened(sent.validation_data, opened),
-    }
-    with model_methods.from_plain(model, "fit") if prepared else contextlib.nullcontext():
-        result = model_methods.call_given(fit, arguments, arguments.pop("given"))
-    if not membership.current_cluster().is_chief or os.environ.get(MEMBER, "0") != "0":
-        return {}
-    of_user = isinstance(result, keras.callbacks.History)
-    history = getattr(model, "history", None)
-    return {
-        **({} if of_user else {"result": result}),
-        "tensors": {name: models.native(v).numpy() for name, v in state.named(model).items()},
-        "history": {k: getattr(history, k, None) for k in ("history", "epoch", "params")},
-        "orders": {name: ShuffleSeeds(shuffle).passes for name, shuffle in opened.items()},
-    }
-
-
-def _process_settings() -> dict[str, Any]:
-    """Settings of this process that affect its results, in addition to the model and the data.
-
-    The workers start from the settings of the caller's process. Then shuffled arrays have the same
-    order as in one process. A function that creates a model or a dataset creates the same one.
+    Args:
+        source: the data, for the arguments that reach Keras's method.
     """
-    return {
-        "random": state.all_random_state(),  # generators of Python and NumPy
-        "seeds": datasets.seed_state(),  # generators of TensorFlow and Keras
-        "floatx": keras.config.floatx(),
-        "epsilon": keras.config.epsilon(),
-        "image_data_format": keras.config.image_data_format(),
-        "dtype_policy": keras.dtype_policies.serialize(keras.config.dtype_policy()),
-        "trackers": trackers.active_runs(),
-    }
-
-
-def _apply(settings: Mapping[str, Any]) -> None:
-    """Applies the settings of another process to this one."""
-    datasets.set_seed_state(settings["seeds"])
-    restore_random_state(settings["random"])
-    models.set_unseeded_state(settings["random"]["keras"])
-    keras.config.set_floatx(settings["floatx"])
-    keras.config.set_epsilon(settings["epsilon"])
-    keras.config.set_image_data_format(settings["image_data_format"])
-    policy = keras.dtype_policies.deserialize(settings["dtype_policy"])
-    keras.config.set_dtype_policy(policy)
-    trackers.adopt(settings["trackers"])
-
-
-def _build(arguments: FitArguments) -> None:
-    """Builds the caller's model, so that it has variables for the trained values."""
-    model = arguments.model
-    if not model.compiled:
+    model = arguments["model"]
+    if name != "predict" and not model.compiled:
         raise UsageError(
             "the model is not compiled. You must call `compile(optimizer=..., loss=...)` before "
-            "tfmw.fit()."
+            f"tfmw.{name}()."
         )
 
     def build(**passed: Any) -> None:
-        source = dataclasses.replace(arguments, **passed).split().source
-        shard = source.shard(data.Sharding(), data.SharedOrder())
-        models.build_all(model, shard.element_spec)
+        spec = source(passed).shard(data.Sharding(), data.SharedOrder()).element_spec
+        if name == "predict":
+            models.build_for_inputs(model, keras.utils.unpack_x_y_sample_weight(spec)[0])
+        else:
+            models.build_all(model, spec)
         raise _Built
 
-    if models.needs_build(model):
-        asked = vars(arguments), arguments.given
+    if not model.built if name == "predict" else models.needs_build(model):
         with contextlib.suppress(_Built):
-            model_methods.call_method(model, "fit", *asked, build, None, is_chief=False)
+            model_methods.call_method(model, name, arguments, given, build, None, is_chief=False)
 
 
 class _Built(BaseException):
     """Ends a user's `fit`, which has prepared the data, when it calls Keras's method."""
-
-
-def _sent(structure: Any, what: str) -> Any:
-    """Arrays and datasets as they can be sent to other processes."""
-    return tf.nest.map_structure(functools.partial(_sent_leaf, what), structure)
-
-
-def _sent_leaf(what: str, x: Any) -> Any:
-    if isinstance(x, tf.Tensor):
-        return x.numpy()
-    if hasattr(x, "__next__"):
-        raise UsageError(
-            f"{what} is a generator, which cannot be sent to other processes: pass a callable "
-            "that takes a tf.distribute.InputContext and returns a tf.data.Dataset."
-        )
-    if not datasets.is_dataset(x):
-        return x
-    x = without_devices(x)
-    alternative = (
-        "pass a callable that builds it in each process: "
-        "tfmw.fit(model, lambda context: make_dataset(context), workers=...)."
-    )
-    if (size := Pipeline.of(x).bytes_of_arrays) > _LARGEST_GRAPH:
-        raise UsageError(
-            f"{what} is a dataset over arrays of {size / 1e9:.1f} GB, and a graph that is sent to "
-            "other processes holds at most 2 GB: pass the arrays themselves, which travel beside "
-            f"it, tfmw.fit(model, x, y, batch_size=..., workers=...); or {alternative}"
-        )
-    if python := sorted(datasets.python_ops(datasets.dataset_graph(x))):
-        raise UsageError(
-            f"{what} is a dataset that holds Python functions ({', '.join(python)}), which cannot "
-            f"be sent to other processes: {alternative}"
-        )
-    try:
-        graph = datasets.dataset_graph(x, for_other_process=True)
-    except tf.errors.OpError as e:
-        why = re.sub(r"\{\{.*?\}\}\s*| \[Op:.*", "", first_line(e))[:200]
-        raise UsageError(
-            f"{what} is a dataset that uses state of this process, such as a variable or a table "
-            f"({why}): {alternative}"
-        ) from e
-    orders = {}
-    by_name = {node.name: node for node in graph.node}
-    for node, handle, again in reshuffles.generators_in(graph.node):
-        theirs = ShuffleSeeds(reshuffles.shuffle_of(handle))
-        seeds = reshuffles.seeds_of(node, by_name) if again else None
-        orders[reshuffles.name_of(handle)] = seeds or theirs.pair, theirs.passes
-    return _SentDataset(graph.SerializeToString(), x.element_spec, orders)
-
-
-def _opened(structure: Any, opened: dict[str, tf.data.Dataset]) -> Any:
-    """The argument that `_sent` was called with; see `_SentDataset.open`."""
-    return tf.nest.map_structure(
-        lambda x: x.open(opened) if isinstance(x, _SentDataset) else x, structure
-    )
-
-
-def _follow_orders(sent: Any, orders: Mapping[str, int]) -> None:
-    """Counts the passes that the workers have begun for the caller's datasets."""
-    for dataset in tf.nest.flatten(sent):
-        if isinstance(dataset, _SentDataset):
-            graph = tf.compat.v1.GraphDef.FromString(dataset.graph)
-            for _, handle, _ in reshuffles.generators_in(graph.node):
-                passes = orders[reshuffles.name_of(handle)]
-                ShuffleSeeds(reshuffles.shuffle_of(handle)).passes = passes
 
 
 def _restore_newest_backup(model: Any, backup_dir: str | os.PathLike[str]) -> None:

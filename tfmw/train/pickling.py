@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import threading
 import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfmw.compat import objects, optimizers
@@ -40,28 +43,110 @@ def pack(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
     Raises:
         UsageError: an object in it cannot be pickled, or cloudpickle is not installed.
     """
-    cloudpickle = call.pickler()
-    if cloudpickle is pickle:
-        raise UsageError(
-            "sending a model to other processes needs cloudpickle, which is not installed: "
-            "pip install cloudpickle."
-        )
+    return Packer(None if large is None else call.apart(large)).dump(value)
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]
-        def reducer_override(self, part: Any) -> Any:
-            reduced = _reduced(part)
-            return super().reducer_override(part) if reduced is None else reduced
 
-    buffer = io.BytesIO()
-    try:
-        Pickler(buffer, 5, None if large is None else call.apart(large)).dump(value)
-    except (*_REFUSALS, pickle.PicklingError) as e:
-        reason = first_line(e)
-        raise UsageError(
-            f"something in the arguments cannot be sent to other processes ({reason}): pass "
-            "callables that make the model and the dataset in each process."
-        ) from e
-    return buffer.getvalue()
+class Packer:
+    """Pickles a model without the values of its variables, and then data that refers to its parts.
+
+        packer = Packer(take)
+        structure = packer.dump(model, apart=True)     # equal as long as only values change
+        data = packer.dump((packer.variables, callbacks))
+        unpacker = Unpacker(structure, arrays, dict(enumerate(packer.values)))
+        model = unpacker.load()
+        Unpacker(data, arrays, parts=unpacker.parts).load()
+
+    Args:
+        take: a pickler's `buffer_callback`.
+
+    Attributes:
+        variables: the Keras variables of the model.
+        values: their values.
+    """
+
+    def __init__(self, take: Callable[[pickle.PickleBuffer], bool] | None = None):
+        cloudpickle = call.pickler()
+        if cloudpickle is pickle:
+            raise UsageError(
+                "sending a model to other processes needs cloudpickle, which is not installed: "
+                "pip install cloudpickle."
+            )
+        self.variables: list[Any] = []
+        self.values: list[np.ndarray] = []
+        numbers: dict[int, int] = {}  # id of a value -> its place among the values
+        packer, self._apart = self, False
+
+        class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]
+            def reducer_override(self, part: Any) -> Any:
+                reduced = _reduced(part)
+                if packer._apart and isinstance(part, keras.Variable):
+                    numbers[id(reduced[1][-1])] = len(packer.values)
+                    packer.variables.append(part)
+                    packer.values.append(reduced[1][-1])
+                return super().reducer_override(part) if reduced is None else reduced
+
+            def persistent_id(self, part: Any) -> int | None:
+                return numbers.get(id(part))
+
+        self._buffer = io.BytesIO()
+        self._pickler = Pickler(self._buffer, 5, take)
+
+    def dump(self, value: Any, apart: bool = False) -> bytes:
+        """Pickles a value, whose parts in earlier values become references.
+
+        Args:
+            apart: whether the values of Keras variables are left out.
+
+        Raises:
+            UsageError: an object in it cannot be pickled.
+        """
+        start, self._apart = self._buffer.tell(), apart
+        try:
+            self._pickler.dump(value)
+        except (*_REFUSALS, pickle.PicklingError) as e:
+            reason = first_line(e)
+            raise UsageError(
+                f"something in the arguments cannot be sent to other processes ({reason}): pass "
+                "callables that make the model and the dataset in each process."
+            ) from e
+        return self._buffer.getvalue()[start:]
+
+
+class Unpacker(pickle.Unpickler):
+    """Unpickles what a `Packer` of the caller has pickled.
+
+    Args:
+        data: a result of `Packer.dump`.
+        arrays: those that its `take` has kept apart.
+        values: values of variables by their number.
+        parts: the `parts` of the unpacker of the value before, to which this one may refer.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        arrays: Iterable[Any],
+        values: Mapping[int, Any] | None = None,
+        parts: Sequence[Any] = (),
+    ):
+        # A pickle refers to parts of the value before by their place in the memo of both.
+        places = (pickle.BININT + struct.pack("<i", place) for place in range(len(parts)))
+        again = pickle.BINPERSID + pickle.MEMOIZE + pickle.POP
+        before = b"".join(place + again for place in places)
+        super().__init__(io.BytesIO(before + data), buffers=arrays)
+        self._values: Any = parts if values is None else values
+
+    def persistent_load(self, number: int) -> Any:
+        return self._values[number]
+
+    @property
+    def parts(self) -> list[Any]:
+        """The objects of an unpickled value, without the values of variables."""
+        values = set(map(id, self._values.values()))
+        return [
+            None if type(part) is tuple and part and id(part[-1]) in values else part
+            for _, part in sorted(self.memo.copy().items())
+        ]
 
 
 def rebuilt(model: keras.Model) -> keras.Model:

@@ -72,8 +72,9 @@ def options(**settings: Any) -> Iterator[None]:
 
     Args:
         **settings: keyword-only arguments of `tfmw.fit`: `backup_dir`, `backup_every`,
-            `export_dir`, `sync`, `workers` and others. `strategy` and `split_batch` are also those
-            of `evaluate` and `predict`. Each `fit` has a folder of its own in `backup_dir`.
+            `export_dir`, `sync`, `workers` and others. `strategy`, `workers`, `on` and
+            `split_batch` are also those of `evaluate` and `predict`. Each `fit` has a folder of its
+            own in `backup_dir`.
 
     Raises:
         UsageError: an unknown argument.
