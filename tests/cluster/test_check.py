@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.buckets import s3
 from tests.helpers.by_hand import free_addresses
 from tests.helpers.cluster import ROOT
 
@@ -276,6 +277,20 @@ def test_a_directory_that_is_not_shared(checks, addresses, tmp_path):
     (first, _), (second, lines) = checks.end()
     assert (first, second) == (0, 1)
     assert "--backup_dir /proc/self/cwd/run is not the same here as on worker 0" in bad(lines)[0]
+
+
+@pytest.mark.parametrize("bucket", ["bucket", "another"])
+def test_a_place_in_a_bucket(checks, addresses, monkeypatch, bucket):
+    with s3(monkeypatch):
+        for index in range(2):
+            checks.begin(index, addresses[:2], f"--backup-dir=s3://{bucket}/run7")
+        (first, lines), (second, others) = checks.end()
+    if bucket == "bucket":
+        assert (first, second) == (0, 0)
+        assert any("s3://bucket/run7 is shared with worker 0" in line for line in others)
+    else:
+        assert first == 1
+        assert "there is no such bucket: create it, or check its name" in bad(lines)[0]
 
 
 def test_a_directory_that_cannot_be_written(checks, addresses, tmp_path):
