@@ -48,7 +48,7 @@ from tfmw.errors import TaskFailed, UsageError
 from tfmw.launcher import fork_server, process
 from tfmw.launcher import task as task_program
 from tfmw.launcher.failure import Failure, describe_status
-from tfmw.launcher.output import Display, collapse
+from tfmw.launcher.output import Display, OutputPump, collapse
 from tfmw.launcher.result import lines_about
 from tfmw.launcher.run import launch_tasks, task_layout
 from tfmw.launcher.spawn import TASK_COMMAND, reap_orphans
@@ -553,6 +553,24 @@ class TestOutput:
             except OSError:
                 break
         return shown
+
+    def test_streams_that_are_ready_without_bytes_keep_nobody_waiting(self, tmp_path, monkeypatch):
+        out, ends = io.StringIO(), [pty.openpty(), os.pipe()]
+        pump = OutputPump(Display(out, live="worker 0"))
+        for index, (local, _) in enumerate(ends):
+            task = process.Task("worker", index, tmp_path)
+            task.stream = local
+            pump.add(task)
+        keys = [(key, 1) for key in pump._selector.get_map().values()]
+        monkeypatch.setattr(pump._selector, "select", lambda timeout_s: keys)
+        for text in (b"hello", b" from worker 1", b"\n"):
+            pump.pump(0.0)
+            os.write(ends[1][1], text)
+        pump.pump(0.0)
+        assert out.getvalue() == "[worker 1] hello from worker 1\n"
+        pump.close()
+        for end in [*ends[0], *ends[1]]:
+            os.close(end)
 
     @pytest.mark.parametrize(
         ("line", "shown"),

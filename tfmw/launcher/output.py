@@ -202,6 +202,8 @@ class OutputPump:
     def add(self, task: Task) -> None:
         """Starts reading the output of a task that has started."""
         assert task.stream is not None
+        # A terminal may be ready and have no bytes: other tasks' output must not wait for them.
+        os.set_blocking(task.stream, False)
         self._selector.register(task.stream, selectors.EVENT_READ, task)
 
     def pump(self, timeout_s: float) -> bool:
@@ -213,6 +215,8 @@ class OutputPump:
         for key, _ in ready:
             task: Task = key.data
             data = task.read()
+            if data is None:
+                continue
             self._display.feed(task.name, data, final=not data)
             if not data:
                 self._selector.unregister(key.fd)
@@ -225,7 +229,6 @@ class OutputPump:
         """
         if task.stream is None or task.stream not in self._selector.get_map():
             return
-        os.set_blocking(task.stream, False)  # `Task.read` then returns b"" instead of waiting
         while data := task.read():
             self._display.feed(task.name, data)
         self._selector.unregister(task.stream)

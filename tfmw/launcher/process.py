@@ -237,11 +237,13 @@ class Task(TaskFiles):
             file.seek(0)
             return file.read()
 
-    def read(self) -> bytes:
-        """The next bytes that the task wrote; b"" at the end."""
+    def read(self) -> bytes | None:
+        """The next bytes that the task wrote; b"" at the end, None if there are none yet."""
         assert self.stream is not None
         try:
             data = os.read(self.stream, 1 << 16)
+        except BlockingIOError:
+            return None
         except OSError:  # Linux: EIO at the end of a pseudo-terminal
             data = b""
         if data and self._log is not None:
