@@ -23,8 +23,8 @@ TABLE = tf.Variable(tf.ones([9, 3]))
 CELL = keras.layers.LSTM(3, return_sequences=True)
 
 
-def flow_of(function: Callable[[Any], Any], *shape: int | None) -> Flow:
-    """The flow of a function of a batch [None, *shape]."""
+def flow_of(function: Callable[[Any], Any], *shape: int | None, spec: Any = None) -> Flow:
+    """The flow of a function of a batch [None, *shape], or of another spec."""
     found = []
 
     @tf.function(autograph=False)
@@ -33,7 +33,7 @@ def flow_of(function: Callable[[Any], Any], *shape: int | None) -> Flow:
         found.append(Dataflow(x).of(value))
         return x
 
-    step.get_concrete_function(tf.TensorSpec([None, *(shape or (FEATURES,))]))
+    step.get_concrete_function(spec or tf.TensorSpec([None, *(shape or (FEATURES,))]))
     return found[0]
 
 
@@ -294,6 +294,75 @@ def test_comparisons(function: Any) -> None:
     flow = flow_of(function)
     assert flow.kind == "compared", flow
     assert flow.origin is not None
+
+
+RAGGED = tf.RaggedTensorSpec([None, None], tf.float32)
+
+
+def longest(x: Any) -> Any:
+    return tf.shape(x.to_tensor())[1]
+
+
+def over(values: Any, number: Any) -> Any:
+    return values / tf.cast(number, tf.float32)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: over(tf.reduce_sum(x.to_tensor(), axis=1), longest(x)),
+        lambda x: over(tf.reduce_sum(x.to_tensor(), axis=1), tf.maximum(longest(x), 1)),
+        lambda x: over(x.to_tensor(), tf.unstack(tf.shape(x.to_tensor()))[1]),
+        lambda x: tf.reduce_sum(x.to_tensor()) * tf.math.rsqrt(tf.cast(longest(x), tf.float32)),
+        lambda x: over(x.to_tensor(), tf.reduce_sum(tf.ones_like(x.to_tensor()), axis=1)[:, None]),
+        lambda x: x.to_tensor() * over(tf.cast(tf.range(longest(x)), tf.float32), longest(x)),
+        lambda x: tf.reduce_mean(x.to_tensor(), axis=1),
+    ],
+)
+def test_numbers_that_depend_on_the_longest_row_of_a_batch(function: Any) -> None:
+    flow = flow_of(function, spec=RAGGED)
+    assert (flow.kind, flow.origin.type) == ("compared", "RaggedTensorToTensor")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.to_tensor() * tf.sequence_mask(x.row_lengths(), longest(x), tf.float32),
+        lambda x: x.to_tensor() * tf.cast(tf.range(longest(x)), tf.float32),
+        lambda x: tf.reshape(x.to_tensor(), [-1, longest(x), 1]),
+        lambda x: over(x.to_tensor(shape=[None, 7]), tf.shape(x.to_tensor(shape=[None, 7]))[1]),
+        lambda x: over(tf.reduce_sum(x.to_tensor(), axis=1), x.row_lengths()),
+    ],
+)
+def test_positions_and_shapes_of_padded_rows(function: Any) -> None:
+    flow = flow_of(function, spec=RAGGED)
+    assert (flow.kind, flow.axes) == ("rows", ((0, "examples"),))
+
+
+def sampled(loss: Any) -> Callable[[Any], Any]:
+    """A loss with given negatives."""
+
+    def function(x: Any) -> Any:
+        given = (tf.constant([1, 2], tf.int64), tf.ones_like(x[:, :1]), tf.ones([2]))
+        labels = tf.cast(x[:, :1], tf.int64)
+        return loss(tf.transpose(KERNEL), tf.ones([3]), labels, x, 2, 3, sampled_values=given)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: tf.sparse.sparse_dense_matmul(tf.sparse.from_dense(x), KERNEL),
+        lambda x: tf.sparse.to_dense(tf.sparse.from_dense(x)),
+        lambda x: tf.sparse.reduce_sum(tf.sparse.from_dense(x), axis=1),
+        sampled(tf.nn.sampled_softmax_loss),
+        sampled(tf.nn.nce_loss),
+    ],
+)
+def test_rows_of_examples(function: Any) -> None:
+    flow = flow_of(function)
+    assert (flow.kind, flow.axes) == ("rows", ((0, "examples"),))
 
 
 @pytest.mark.parametrize("function", NONLINEAR)

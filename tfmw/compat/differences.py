@@ -43,9 +43,9 @@ _REASONS = {
         "the number of replicas. " + _WHOLE_BATCHES
     ),
     "padded": (
-        "is a mean over ragged rows that are padded to the longest one{place}. Each replica pads "
-        "to the longest row of its own part of the batch, so results depend on the number of "
-        "replicas. Pass shape= to to_tensor(), or divide the sum by row_lengths()."
+        "depends on the length of ragged rows that are padded to the longest one{place}. Each "
+        "replica pads to the longest row of its own part of the batch, so results depend on the "
+        "number of replicas. Pass shape= to to_tensor(), or divide the sum by row_lengths()."
     ),
     "unknown": (
         "may compare the examples of a batch{place}: tfmw cannot tell. It is taken for a mean over "

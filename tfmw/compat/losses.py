@@ -33,7 +33,7 @@ from tensorflow.python.ops.ragged import segment_id_ops
 
 from tfmw.compat import assigned_weights
 from tfmw.compat.assigned_weights import Assignable, Exchanges, is_read
-from tfmw.compat.dataflow.flow import BAD, EXAMPLES, FIXED, Flow, tag_of, worst_flow
+from tfmw.compat.dataflow.flow import BAD, EXAMPLES, FIXED, SEGMENTS, Flow, tag_of, worst_flow
 from tfmw.compat.dataflow.walk import Dataflow
 from tfmw.compat.differences import Differences
 from tfmw.compat.gradients import graph_gradients, scaled, tape_gradient
@@ -434,7 +434,7 @@ def _segment_ids(weight: ReplicaWeight, function: Any, splits: Any, *a: Any, **k
     """Row of each value of a ragged tensor."""
     out = function(splits, *a, **k)
     if tag_of(weight.flows.of(splits).label(0)) == "splits":
-        weight.flows.declare(out, Flow("rows", ((0, EXAMPLES),)))
+        weight.flows.declare(out, Flow("rows", ((0, EXAMPLES),), sized=SEGMENTS))
     return out
 
 
@@ -442,10 +442,33 @@ def _batch_jacobian(
     weight: ReplicaWeight, jacobian: Any, tape: Any, target: Any, *arguments: Any, **named: Any
 ) -> Any:
     out = jacobian(tape, target, *arguments, **named)
-    flow = weight.flows.of(target)
-    if flow.kind == "rows" and not flow.affine and {axis for axis, _ in flow.axes} == {0}:
+    if _is_by_row(flow := weight.flows.of(target)):
         weight.flows.declare(out, flow)
     return out
+
+
+def _jacobian(
+    weight: ReplicaWeight, jacobian: Any, tape: Any, target: Any, sources: Any, *a: Any, **k: Any
+) -> Any:
+    """Derivatives of rows: by weights, rows; by examples, a block for each pair of examples."""
+    flow = weight.flows.of(target)
+    if not _is_by_row(flow):
+        return jacobian(tape, target, sources, *a, **k)
+    with overridden([(_traced, "weight", None)]):  # the rows' gradients are not those of a loss
+        out = jacobian(tape, target, sources, *a, **k)
+    for source, each in zip(tf.nest.flatten(sources), tf.nest.flatten(out), strict=True):
+        of_source = weight.flows.of(source)
+        if of_source.kind == "fixed":
+            weight.flows.declare(each, flow)
+        elif _is_by_row(of_source) and is_symbolic(each):
+            pairs = [flow.axes[0], (target.shape.rank, of_source.label(0))]
+            weight.flows.declare(each, Flow("rows", origin=each.op).along(pairs))
+    return out
+
+
+def _is_by_row(flow: Flow) -> bool:
+    """Whether a value has a row for each example along its first axis only."""
+    return flow.kind == "rows" and not flow.affine and {axis for axis, _ in flow.axes} == {0}
 
 
 def _moments(weight: ReplicaWeight, keras_moments: Any, layer: Any, inputs: Any, mask: Any) -> Any:
@@ -557,6 +580,7 @@ _HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     (tf.GradientTape, "gradient", tape_gradient),
     (tf, "gradients", graph_gradients),
     (tf.GradientTape, "batch_jacobian", _batch_jacobian),
+    (tf.GradientTape, "jacobian", _jacobian),
     (segment_id_ops, "row_splits_to_segment_ids", _segment_ids),
     *[(tf.nn, name, _sparse_lookup) for name in _SPARSE_LOOKUPS],
     *assigned_weights.HOOKS,

@@ -21,7 +21,8 @@ from tfmw.compat.dataflow.flow import (
     rules,
     total_flow,
 )
-from tfmw.compat.graph import ancestors, static_value
+from tfmw.compat.dataflow.shapes import padding_of
+from tfmw.compat.graph import static_value
 
 _SAME = (
     "Identity Cast Neg StopGradient EnsureShape PreventGradient CheckNumerics Snapshot "
@@ -97,7 +98,7 @@ def _elementwise(op: Any, inputs: list[Flow]) -> Flow:
     if op.type == "Maximum" and {flow.kind for flow in inputs} == {"size", "fixed"}:
         if _small(op, inputs):
             return next(flow for flow in aligned_flows(op, inputs) if flow.kind == "size")
-    if all(flow.kind == "fixed" for flow in inputs):
+    if all(flow.kind == "fixed" and flow.origin is None for flow in inputs):
         return FIXED
     return nonlinear_flow(op, aligned_flows(op, inputs))
 
@@ -126,18 +127,11 @@ def _reduction(op: Any, inputs: list[Flow]) -> Flow:
         if op.outputs[0].shape.rank != 0:
             return bad_flow("unknown", op)
         axes = {axis for axis, _ in flow.axes} if rank is None else set(range(rank))
-    if op.type == "Mean" and (padding := _padding(tensor, flow, axes)) is not None:
+    counts = op.type == "Sum" and flow.kind == "size"  # the length of each row, as padded
+    if (counts or op.type == "Mean") and (padding := padding_of(tensor, flow, axes)) is not None:
         return bad_flow("compared", padding)
     keep = op.type not in ("ArgMax", "ArgMin") and bool(op.get_attr("keep_dims"))
     return total_flow(op, flow, axes, op.type, keep)
-
-
-def _padding(tensor: Any, flow: Flow, axes: set[int]) -> Any:
-    """Op that padded rows to the longest of a batch, along one of some axes; None if none did."""
-    if flow.kind != "rows" or all(tensor.shape[a] is not None or flow.label(a) for a in axes):
-        return None
-    padded = [op for op in ancestors([tensor]) if op.type == "RaggedTensorToTensor"]
-    return next((op for op in padded if None in op.outputs[0].shape.as_list()[1:]), None)
 
 
 def _axes_of(op: Any, flow: Flow, rank: int) -> set[int] | None:
@@ -227,7 +221,8 @@ def _contraction(op: Any, inputs: list[Flow], terms: list[list[str]], result: li
     place = {name: i for i, name in enumerate(names)}
     flow = None
     for each, term in zip(inputs, terms, strict=True):
-        named = each.along((place[term[a]] if a >= 0 else a, label) for a, label in each.axes)
+        axes = [(place[term[a]] if a >= 0 else a, label) for a, label in each.axes]
+        named = each.along(dict.fromkeys(axes))  # "bibj->bij" takes the diagonal of pairs
         flow = named if flow is None else product_flow(op, [flow, named])
         if flow.kind in BAD:
             return flow

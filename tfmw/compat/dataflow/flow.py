@@ -10,6 +10,8 @@ from tfmw.compat.graph import static_value
 EXAMPLES = "examples"
 """The label of an axis along which the examples of a batch follow each other."""
 
+SEGMENTS = "segments"
+
 ITERATIONS = -1
 """The axis of a value that belongs to another example in each iteration of a loop."""
 
@@ -28,9 +30,11 @@ class Flow(NamedTuple):
             None: another function.
         affine: whether a reduction has been added to rows.
         elements: the flow of each element, for a vector of sizes.
-        sized: the label of the axis with this size, if it is not that of the examples.
+        sized: the label of the axis with this size, if it is not that of the examples; `SEGMENTS`
+            for the row of each value of a ragged tensor.
         constant: the value of a small constant.
-        origin: the operation that made it "compared", "nonlinear" or "unknown", or that made pairs.
+        origin: the operation that made it "compared", "nonlinear" or "unknown", or that made pairs;
+            of a "fixed" number: the padding to the longest row of a batch, whose length it is.
     """
 
     kind: str = "fixed"
@@ -131,9 +135,22 @@ def vector_flow(elements: Iterable[Flow]) -> Flow:
     return Flow(highest_kind(elements), degree=None, elements=elements)
 
 
+def with_padded_length(op: Any, flows: list[Flow]) -> Flow | None:
+    """Flow of a result that depends on the length to which rows were padded; None if it does not.
+
+    Integers that depend on it are usually positions or shapes, so only other numbers count.
+    """
+    padded = [f for f in flows if f.kind == "fixed" and f.origin is not None]
+    if not padded:
+        return None
+    if len(padded) == len(flows) or all(flow.kind == "fixed" for flow in flows):
+        return padded[0]
+    return bad_flow("compared", op, padded) if op.outputs[0].dtype.is_floating else None
+
+
 def joined_flow(op: Any, flows: list[Flow]) -> Flow:
     """Flow of a sum, or of a choice between several values."""
-    bad = worst_flow(flows)
+    bad = worst_flow(flows) or with_padded_length(op, flows)
     if bad is not None:
         return bad
     out = _together(op, flows)
@@ -156,6 +173,8 @@ def joined_flow(op: Any, flows: list[Flow]) -> Flow:
 
 def nonlinear_flow(op: Any, flows: list[Flow]) -> Flow:
     """Flow of a nonlinear elementwise function."""
+    if (padded := with_padded_length(op, flows)) is not None:
+        return padded
     if has_total(flows):
         return bad_flow("nonlinear", op, flows)
     out = _together(op, flows)
@@ -164,6 +183,8 @@ def nonlinear_flow(op: Any, flows: list[Flow]) -> Flow:
 
 def product_flow(op: Any, flows: list[Flow], quotient: bool = False) -> Flow:
     """Flow of a product or quotient of two values."""
+    if (padded := with_padded_length(op, flows)) is not None:
+        return padded
     a, b = flows
     varying = [flow for flow in flows if has_total([flow])]
     others = [flow for flow in flows if flow.kind in ("rows", "reduced")]

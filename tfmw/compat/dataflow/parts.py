@@ -13,6 +13,7 @@ from tfmw.compat.dataflow.flow import (
     EXAMPLES,
     FIXED,
     ITERATIONS,
+    SEGMENTS,
     Flow,
     bad_flow,
     by_rows,
@@ -54,7 +55,8 @@ def _concat(op: Any, inputs: list[Flow]) -> Flow:
     if out.kind in BAD:
         return out
     if None in labels:
-        label: Any = ("mixed", op.name, next(each for each in labels if each is not None))
+        mixed = tuple((each, flow.kind) for each, flow in zip(labels, rest, strict=True))
+        label: Any = ("mixed", op.name, mixed)
     else:
         label = joined_label([part for each in labels for part in joined_parts(each)])
     return out.along([*out.axes, (axis, label)])
@@ -238,6 +240,9 @@ def _slice(op: Any, inputs: list[Flow]) -> Flow:
     begin, size = constant_input(op, inputs, 1), constant_input(op, inputs, 2)
     sizes = inputs[2].elements
     for axis, label in flow.axes:
+        part = _part_of_mixed(label, axis, inputs)
+        if part is not None and len(flow.axes) == 1:
+            return FIXED if part == (None, "fixed") else flow.along([(axis, part[0])])
         if begin is None or begin[axis] != 0:
             return _selected_rows(op, flow)
         if size is not None and size[axis] in (-1, op.inputs[0].shape[axis]):
@@ -245,6 +250,27 @@ def _slice(op: Any, inputs: list[Flow]) -> Flow:
         if sizes is None or sizes[axis] != size_of(label):
             return _selected_rows(op, flow)
     return flow
+
+
+def _part_of_mixed(label: Any, axis: int, inputs: list[Flow]) -> tuple[Any, str] | None:
+    """(label, kind) of the first or the second of two concatenated values, which a slice selects.
+
+    `tf.nn.sampled_softmax_loss` looks up the labels of all examples and given negatives at once.
+    """
+    if tag_of(label) != "mixed" or len(label[2]) != 2 or label[2][0][0] is None:
+        return None
+    begin, size = (_element(flow, axis) for flow in inputs[1:])
+    length = size_of(label[2][0][0])
+    if (begin.constant, size) == (0, length):
+        return label[2][0]
+    return label[2][1] if (begin, size.constant) == (length, -1) else None
+
+
+def _element(flow: Flow, i: int) -> Flow:
+    """The flow of an element of a small vector."""
+    if flow.constant is not None:
+        return Flow(constant=int(flow.constant[i]))
+    return Flow("unknown") if flow.elements is None else flow.elements[i]
 
 
 def _along_axis(op: Any, inputs: list[Flow]) -> Flow:
@@ -426,6 +452,8 @@ def _segments(op: Any, inputs: list[Flow]) -> Flow:
         return data.along((a + 1 - joined, label) for a, label in data.axes)
     if data.label(0) is None and ids.label(0) is None:
         return by_rows(op, inputs)
+    if ids.sized == SEGMENTS and numbered.kind == "size":
+        return Flow("rows", ((0, EXAMPLES),))
     if not op.type.endswith("Sum") or "Sparse" in op.type:
         return bad_flow("compared", op, inputs)
     if numbered.kind == "size" or op.type == "SegmentSum":
@@ -474,13 +502,6 @@ def _unique(op: Any, inputs: list[Flow]) -> Flow:
     return bad_flow("compared", op, inputs) if inputs[0].axes else inputs[0]
 
 
-def _padded(op: Any, inputs: list[Flow]) -> Flow:
-    """Flow of a ragged tensor that is made dense: a row for each example."""
-    if has_total(inputs):
-        return bad_flow("nonlinear", op, inputs)
-    return Flow("rows", ((0, EXAMPLES),)) if any(flow.axes for flow in inputs) else FIXED
-
-
 RULES = rules(
     {
         "Split SplitV": _split,
@@ -506,7 +527,6 @@ RULES = rules(
         "TensorScatterMax TensorScatterMin": _scatter,
         "Unique UniqueV2 UniqueWithCounts UniqueWithCountsV2": _unique,
         "Where": _where,
-        "RaggedTensorToTensor": _padded,
         "DynamicPartition": _dynamic_partition,
         "OneHot": _one_hot,
     }

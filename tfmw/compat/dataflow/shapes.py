@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from tfmw.compat.dataflow.flow import (
     bad_flow,
     by_rows,
     constant_input,
+    has_total,
     highest_kind,
     is_uneven,
     joined_apart,
@@ -26,6 +29,7 @@ from tfmw.compat.dataflow.flow import (
     tag_of,
     without_axes,
 )
+from tfmw.compat.graph import ancestors
 
 _RANDOM = (
     "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal RandomGamma "
@@ -148,6 +152,42 @@ def _merged_parts(
     return None if any(i < places[0] for i in others) else [(target[0], labels[0][2])]
 
 
+# graphs in which rows of a batch are padded to its longest one
+_with_padding: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _padded(op: Any, inputs: list[Flow]) -> Flow:
+    """Flow of a ragged tensor that is made dense: a row for each example."""
+    if has_total(inputs):
+        return bad_flow("nonlinear", op, inputs)
+    if None in op.outputs[0].shape.as_list()[1:]:
+        _with_padding.add(op.graph)
+    return Flow("rows", ((0, EXAMPLES),)) if any(flow.axes for flow in inputs) else FIXED
+
+
+def padding_of(tensor: Any, flow: Flow, axes: Iterable[int]) -> Any:
+    """Op that padded rows to the longest of a batch, along one of some axes; None if none did."""
+    if tensor.graph not in _with_padding or flow.kind not in ("rows", "size"):
+        return None
+    if all(tensor.shape[a] is not None or flow.label(a) for a in axes):
+        return None
+    padded = [op for op in ancestors([tensor]) if op.type == "RaggedTensorToTensor"]
+    return next((op for op in padded if None in op.outputs[0].shape.as_list()[1:]), None)
+
+
+def _sparse(op: Any, inputs: list[Flow]) -> Any:
+    """Flow of a sparse tensor made of the nonzero elements of each example: a row for each."""
+    at = 1 if op.type == "SparseToDense" else 2
+    first = (inputs[at].elements or (FIXED,))[0]
+    axes = constant_input(op, inputs, 3) if op.type.startswith("SparseReduce") else None
+    by_examples = tag_of(inputs[0].label(0)) == "selected" and first == SIZE
+    if not by_examples or has_total(inputs) or inputs[3].axes:
+        return by_rows(op, inputs)
+    if op.type.startswith("SparseReduce") and (axes is None or np.any(np.equal(axes, 0))):
+        return by_rows(op, inputs)
+    return Flow("rows", ((0, EXAMPLES),))
+
+
 def _shape(op: Any, inputs: list[Flow]) -> Any:
     return [_shape_of(flow, tensor) for flow, tensor in zip(inputs, op.inputs, strict=True)]
 
@@ -171,7 +211,7 @@ def _shape_of(flow: Flow, tensor: Any) -> Flow:
         elif flow.kind in BAD and size is None:
             elements.append(Flow("size", degree=None))
         else:
-            elements.append(FIXED)
+            elements.append(FIXED._replace(origin=padding_of(tensor, flow, [axis])))
     kind = highest_kind(elements)
     return Flow(kind, degree=None if kind != "reduced" else 1, elements=tuple(elements))
 
@@ -294,6 +334,8 @@ def _like(op: Any, inputs: list[Flow]) -> Flow:
 RULES = rules(
     {
         "Shape ShapeN": _shape,
+        "RaggedTensorToTensor": _padded,
+        "SparseToDense SparseTensorDenseMatMul SparseReduceSum SparseReduceMax": _sparse,
         "Size Rank": _number,
         _RANDOM: _random,
         "Pad PadV2 MirrorPad": _pad,
