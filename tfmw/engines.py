@@ -1,4 +1,4 @@
-"""The systems that run a call's workers: this machine, Ray, Slurm, Spark.
+"""The systems that run a call's workers: this machine, Kubernetes, Ray, Slurm, Spark.
 
     tfmw.fit(model, dataset, workers=8, on=tfmw.engines.Ray(resources={"CPU": 4}))
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfmw.launcher.engines.engine import Engine
     from tfmw.launcher.engines.job import Job
+    from tfmw.launcher.engines.kubernetes import Kubernetes
     from tfmw.launcher.engines.local_jobs import Local
     from tfmw.launcher.engines.ray import Ray
     from tfmw.launcher.engines.slurm import Slurm
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 _NAMES = {
     "Engine": "tfmw.launcher.engines.engine",
     "Job": "tfmw.launcher.engines.job",
+    "Kubernetes": "tfmw.launcher.engines.kubernetes",
     "Local": "tfmw.launcher.engines.local_jobs",
     "Ray": "tfmw.launcher.engines.ray",
     "Slurm": "tfmw.launcher.engines.slurm",
     "Spark": "tfmw.launcher.engines.spark",
 }
 
-__all__ = ["Engine", "Job", "Local", "Ray", "Slurm", "Spark"]
+__all__ = ["Engine", "Job", "Kubernetes", "Local", "Ray", "Slurm", "Spark"]
 
 
 def __getattr__(name: str) -> Any:

@@ -124,6 +124,7 @@ RUN: dict[str, Here | Reason | str] = {
     "(sbatch|srun) .*": "tests/schedulers/test_slurm.py::test_preempted_job_is_requeued",
     "tfmw (submit|jobs|status|logs|cancel) .*slurm.*": "tests/engines/contract.py::test_commands",
     "kubectl .*": Reason(CLUSTER),
+    "tfmw check --kubernetes .*": "tests/engines/test_kubernetes.py::test_check_of_a_cluster",
     # measurements
     r"python -m tests.keras_compat.survey .*": "tests/keras_compat/test_survey.py::",
     r"(sudo )?python (-m bench|bench/).*": Reason(MINUTES),

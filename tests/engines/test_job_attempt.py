@@ -222,6 +222,29 @@ def test_lost_connection_is_a_failure_from_outside() -> None:
     assert (world.cause.task, world.cause.how) == ("worker 1 on h1", "its connection was lost")
 
 
+def test_engine_may_tell_why_a_connection_was_lost() -> None:
+    """Kubernetes has the reason of a pod's end a moment after the end."""
+    told, silent = World().begun(), World().begun()
+    for world in (told, silent):
+        world.tasks.tells_s = 5.0
+        world.attempt.handle("member_lost", "b", "silent")
+        assert not world.attempt.look()
+        world.now += 4.0
+        assert not world.attempt.look()
+    told.tasks.gone = {1: "OOMKilled"}
+    assert told.attempt.look()
+    assert (told.cause.task, told.cause.how) == ("worker 1 on h1", "OOMKilled")
+    silent.now += 1.0
+    assert silent.attempt.look()
+    assert silent.cause.how == "its connection was lost"
+    ends = World().begun()  # a connection that ends after the task's result is no failure
+    ends.tasks.tells_s = 5.0
+    ends.ended(1)
+    ends.attempt.handle("member_lost", "b", "silent")
+    ends.now += 6.0
+    assert not ends.attempt.look()
+
+
 def test_task_that_the_engine_lost_may_still_report() -> None:
     world = World().begun()
     world.tasks.gone = {1: "SIGKILL"}

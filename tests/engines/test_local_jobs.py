@@ -43,6 +43,41 @@ class TestLocal(Contract):
             job.result()
 
 
+NOMAD = """
+import dataclasses
+from tfmw.launcher.engines.local_jobs import Local
+
+@dataclasses.dataclass(frozen=True)
+class Nomad(Local):
+    name = "nomad"
+"""
+
+
+def test_engine_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its entry point is its name: for `on=`, for `attach`, and for the commands."""
+    (tmp_path / "nomad_engine.py").write_text(NOMAD)
+    package = tmp_path / "tfmw_nomad-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: tfmw-nomad\nVersion: 1.0\n")
+    entries = "nomad = nomad_engine:Nomad\nother = nomad_engine:Nomad\n"
+    (package / "entry_points.txt").write_text(f"[tfmw.engines]\n{entries}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(os.environ, "HOME", str(tmp_path))
+    job = tfmw.submit(doubled, (4,), 1, on="nomad", env={"TFMW_NO_INIT": "1"})
+    assert job.id.startswith("nomad:")
+    assert [row[2] for row in tfmw.attach(job.id).result(TIMEOUT_S)] == [8]
+    assert [found.id for found in tfmw.jobs("nomad")] == [job.id]
+    job.forget()
+    with pytest.raises(
+        UsageError, match=r"'other', which is nomad_engine:Nomad: expected a subcla"
+    ):
+        tfmw.jobs("other")
+    with pytest.raises(
+        UsageError, match=r"on='slrum': expected .*'spark', 'nomad', 'other', or an"
+    ):
+        tfmw.jobs("slrum")
+
+
 def test_commands(tmp_path: Path) -> None:
     """Submitted, listed, read and cancelled from four processes."""
     script = tmp_path / "train.py"
@@ -84,7 +119,7 @@ def test_commands(tmp_path: Path) -> None:
 
 def test_wrong_use(tmp_path: Path) -> None:
     for command, said in [
-        (("submit", "--on=nomad", "x.py"), "received on='nomad': expected 'local', 'ray', 'slurm'"),
+        (("submit", "--on=nomad", "x.py"), "received on='nomad': expected 'kubernetes', 'local'"),
         (
             ("submit", "--on=local", "--set", "colour=red", "x.py"),
             "expected NAME=VALUE with a setti",

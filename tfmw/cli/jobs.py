@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +32,6 @@ def add_parsers(commands: Any) -> None:
         parser = commands.add_parser(name, allow_abbrev=False, **texts)
         parser.set_defaults(main=main)
         return parser
-
-    def add_settings(parser: Any) -> None:
-        parser.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            dest="settings",
-            metavar="NAME=VALUE",
-            help="a setting of the engine, such as partition=gpu; may be repeated",
-        )
 
     status = command(
         "status",
@@ -67,13 +58,14 @@ def add_parsers(commands: Any) -> None:
     run = command(
         "submit",
         _submit,
-        help="run a script on an engine: Slurm, Ray, Spark, or this machine",
+        help="run a script on an engine: Kubernetes, Slurm, Ray, Spark, or this machine",
         usage="tfmw submit --on ENGINE --workers N [options] SCRIPT [its flags]",
         description="Queues a job that runs SCRIPT in every task of a new cluster, prints its id "
         "and returns; the job continues.",
         epilog="Exit status with --follow: 0 done, 1 failed, cancelled or lost, 75 preempted.",
     )
-    run.add_argument("--on", required=True, metavar="ENGINE", help="slurm, ray, spark or local")
+    engines = "kubernetes, local, ray, slurm, spark, or an engine of another package"
+    run.add_argument("--on", required=True, metavar="ENGINE", help=engines)
     run.add_argument(
         "--workers",
         default="2",
@@ -92,13 +84,34 @@ def add_parsers(commands: Any) -> None:
     )
     add_settings(run)
     listed = command("jobs", _jobs, help="list the jobs of an engine")
-    listed.add_argument("--on", required=True, metavar="ENGINE", help="slurm, ray or local")
+    listed.add_argument("--on", required=True, metavar="ENGINE", help=engines)
     add_settings(listed)
     logs = command("logs", _logs, help="print the output of a job")
     for parser in (logs, command("cancel", _cancel, help="end a job")):
         parser.add_argument("id", metavar="ID", help="such as slurm:4711")
         add_settings(parser)
     logs.add_argument("--follow", action="store_true", help="until the job ends")
+
+
+def add_settings(parser: Any) -> None:
+    """Adds the option --set to a parser."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="NAME=VALUE",
+        help="a setting of the engine, such as partition=gpu; may be repeated",
+    )
+
+
+def check_kubernetes(settings: Sequence[str]) -> int:
+    """Runs `tfmw check --kubernetes`; returns the exit status."""
+    from tfmw.launcher.engines import kubernetes, kubernetes_check
+
+    engine = _engine_with("kubernetes", settings)
+    assert isinstance(engine, kubernetes.Kubernetes)
+    return kubernetes_check.report(engine)
 
 
 def _engine_with(name: str, settings: Sequence[str]) -> Engine:
@@ -253,6 +266,9 @@ def _job_lines(details: dict[str, Any]) -> list[str]:
     width = max(map(len, tasks), default=0)
     for task, step in zip(tasks, details.get("steps", [-1] * len(tasks)), strict=True):
         out.append(f"{task:{width}}" + (f" | step {step:7,}" if step >= 0 else ""))
+    if details.get("waiting"):
+        waits_s = time.time() - details["waiting_since"]
+        out.append(f"tasks wait for {waits_s:.0f} s: {details['waiting']}")
     out += [details[name] for name in ("problem", "goodput") if details.get(name)]
     return out
 

@@ -75,6 +75,7 @@ _CHECK_OPTIONS = {
     "--backup-dir DIR": "must be shared, and writable",
     "--export-dir DIR": "must be shared, and writable",
     "--timeout S": "seconds to wait for other tasks; default: 60",
+    "--kubernetes": "check instead whether jobs can run on Kubernetes, by a job of one task",
 }
 
 _BENCH_OPTIONS = {
@@ -255,6 +256,7 @@ def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
     check.set_defaults(main=_check, ps=0, timeout=60.0)
     check.add_argument("paths", nargs="*", metavar="PATH", help="a backup_dir or an export_dir")
     _add_options(check, _CHECK_OPTIONS)
+    jobs.add_settings(check)
 
 
 def _bench_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -311,6 +313,8 @@ def _check(options: argparse.Namespace) -> int:
         from tfmw.cli import reports
 
         return reports.verify(options.paths)
+    if options.kubernetes:
+        return jobs.check_kubernetes(options.settings)
     from tfmw.cluster import check as check_cluster
 
     cluster = _cluster_of_hosts(options) or Cluster.resolve(os.environ)

@@ -81,9 +81,9 @@ class Channel:
             OSError: the other side is lost, or has sent nothing for `timeout_s` seconds.
         """
         self.peer.settimeout(timeout_s)
-        (length,) = _LENGTH.unpack(_read(self.peer, _LENGTH.size))
+        (length,) = _LENGTH.unpack(read(self.peer, _LENGTH.size))
         try:
-            message = json.loads(_read(self.peer, length)) if length <= self._largest else None
+            message = json.loads(read(self.peer, length)) if length <= self._largest else None
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
@@ -292,8 +292,8 @@ def prove(
     try:
         proof = Proof(key, own, other)
         peer.sendall(proof.nonce)
-        peer.sendall(proof.of(_read(peer, NONCE_BYTES, deadline)))
-        session = proof.check(_read(peer, PROOF_BYTES, deadline))
+        peer.sendall(proof.of(read(peer, NONCE_BYTES, deadline)))
+        session = proof.check(read(peer, PROOF_BYTES, deadline))
         peer.settimeout(limit_s)
         return session
     except BaseException:
@@ -301,7 +301,8 @@ def prove(
         raise
 
 
-def _read(peer: socket.socket, size: int, deadline: float | None = None) -> bytes:
+def read(peer: socket.socket, size: int, deadline: float | None = None) -> bytes:
+    """The next bytes of a socket. Raises OSError, also if the deadline is over."""
     data = bytearray(size)
     _fill(peer, memoryview(data), deadline)
     return bytes(data)

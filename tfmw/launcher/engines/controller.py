@@ -113,6 +113,11 @@ class Controller:
         if self._is_to_end():
             raise RunOver("cancelled", "it was cancelled before its tasks had a place")
         if not due or not (count := self.tasks.available(*self.spec.workers)):
+            if self.tasks.why != self._written.get("waiting", ""):
+                self._say(waiting=self.tasks.why, waiting_since=time.time())
+                if self.tasks.why:
+                    self._output.write(f"tfmw: the tasks wait: {self.tasks.why}\n")
+                    self._output.flush()
             time.sleep(_POLL_S)
             return None
         number = self._number

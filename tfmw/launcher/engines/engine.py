@@ -61,6 +61,12 @@ class Tasks(abc.ABC):
     requeues = False
     """Whether the engine starts the controller again after tasks have saved their state."""
 
+    tells_s = 0.0
+    """Seconds after a lost connection within which `lost` has the reason, if it ever has it."""
+
+    why = ""
+    """Reason why `available` returns 0, as a clause, if the engine tells it."""
+
     @abc.abstractmethod
     def hosts(self) -> tuple[str, ...]:
         """Names or addresses by which tasks reach this machine, the likeliest first."""

@@ -64,6 +64,7 @@ class JobAttempt:
         self.members: dict[int, TaskState] = {}
         self._ranks: dict[Hashable, int] = {}
         self._lost_at: dict[int, float] = {}
+        self._cut: dict[int, float] = {}  # times at which connections were lost
         self._unseen = set(range(self.count))  # tasks whose directories have not been checked
         self._backup = ""  # name of the newest backup that the job keeps
         now, options = self.clock(), self.spec.setup.options
@@ -86,8 +87,9 @@ class JobAttempt:
             self._welcome(name, *what)
         elif event == "from_member" and rank is not None:
             self._receive(rank, self.members[rank], *what)
-        elif event == "member_lost" and rank in self.ending.running:
-            self.ending.lost(rank, "its connection was lost", self.clock())
+        elif event == "member_lost" and rank is not None:
+            self._cut[rank] = self.clock()
+            self._look_at_cut()
 
     def _welcome(self, name: Hashable, hello: messages.Message) -> None:
         if (
@@ -198,7 +200,7 @@ class JobAttempt:
     def look(self) -> bool:
         """Checks for lost tasks, and the time; returns whether the attempt is over."""
         now, attempt = self.clock(), self.ending
-        for rank, why in self.tasks.lost().items():
+        for rank, why in self._look_at_cut().items():
             # A connected task may still report why it ended.
             patience = LOST_S if rank in self.members else -1.0
             if rank in attempt.running and now - self._lost_at.setdefault(rank, now) > patience:
@@ -208,6 +210,14 @@ class JobAttempt:
             limit = self.spec.setup.options.start_timeout_s
             attempt.lost(rank, f"has not connected within {limit:g} s of its start", now)
         return attempt.must_end(now) or not attempt.running
+
+    def _look_at_cut(self) -> dict[int, str]:
+        """Ends tasks whose connection was lost; returns the reasons that the engine has."""
+        now, told = self.clock(), self.tasks.lost()
+        for rank, since in self._cut.items():
+            if rank in self.ending.running and (rank in told or now - since >= self.tasks.tells_s):
+                self.ending.lost(rank, told.get(rank, "its connection was lost"), now)
+        return told
 
     def _fail(self, rank: int, problem: str) -> None:
         """Ends the attempt and the run, for a problem that no restart can solve."""

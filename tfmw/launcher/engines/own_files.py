@@ -22,8 +22,8 @@ from tfmw.storage.disk import replacing
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def read(folder: Path, name: str, offset: int = 0) -> bytes:
-    """A file of a folder, from `offset` on.
+def read(folder: Path, name: str, offset: int = 0, size: int = -1) -> bytes:
+    """A file of a folder, from `offset` on; `size` bytes at most, unless it is negative.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -48,7 +48,7 @@ def read(folder: Path, name: str, offset: int = 0) -> bytes:
         if not stat.S_ISREG(found.st_mode):
             raise _refused(folder / name, "is no regular file")
         file.seek(offset)
-        return file.read()
+        return file.read(size)
 
 
 def is_own(folder: Path) -> bool:

@@ -13,6 +13,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,10 +29,24 @@ from tfmw.launcher.spawn import terminal_size
 from tfmw.observe.trackers import RUN_ID
 
 # The module of each engine; its class is `tfmw.engines.Local`, ...
-_ENGINES = {"local": "local_jobs", "ray": "ray", "slurm": "slurm", "spark": "spark"}
+_ENGINES = {
+    "kubernetes": "kubernetes",
+    "local": "local_jobs",
+    "ray": "ray",
+    "slurm": "slurm",
+    "spark": "spark",
+}
+
+ENTRY_POINTS = ".".join(("tfmw", "engines"))  # no import: the module of this name is a floor above
+"""Group of the entry points by which other packages add engines: name -> class."""
 
 # Settings of TensorFlow and of its libraries, which tasks on other machines need too.
 _TRAVEL = ("TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "TFDS_")
+
+
+def engine_names() -> list[str]:
+    """Names of tfmw's engines, and of those of other packages."""
+    return [*_ENGINES, *sorted(entry_points(group=ENTRY_POINTS).names - _ENGINES.keys())]
 
 
 def engine_of(on: str | Engine) -> Engine:
@@ -42,14 +57,22 @@ def engine_of(on: str | Engine) -> Engine:
     """
     if isinstance(on, Engine):
         return on
-    if on not in _ENGINES:
+    if on in _ENGINES:
+        module = importlib.import_module(f"tfmw.launcher.engines.{_ENGINES[on]}")
+        own: Engine = getattr(module, on.capitalize())()
+        return own
+    for entry in entry_points(group=ENTRY_POINTS, name=on):
+        engine = entry.load()()
+        if isinstance(engine, Engine) and engine.name == on:
+            return engine
         raise UsageError(
-            f"received on={on!r}: expected {', '.join(map(repr, _ENGINES))}, or an engine with "
-            "its settings, such as tfmw.engines.Slurm(partition='gpu')."
+            f"received on={on!r}, which is {entry.value}: expected a subclass of "
+            f"tfmw.engines.Engine whose name is {on!r}."
         )
-    module = importlib.import_module(f"tfmw.launcher.engines.{_ENGINES[on]}")
-    engine: Engine = getattr(module, on.capitalize())()
-    return engine
+    raise UsageError(
+        f"received on={on!r}: expected {', '.join(map(repr, engine_names()))}, or an engine with "
+        "its settings, such as tfmw.engines.Slurm(partition='gpu')."
+    )
 
 
 def launch(
@@ -74,8 +97,8 @@ def launch(
         args: its arguments; they are pickled.
         workers: number of processes; each has joined the cluster when the function starts. Engines
             also accept (least, most), and start as many as have room.
-        on: the system that runs them: "local", "ray", "slurm", "spark", or an engine with its
-            settings, such as `tfmw.engines.Ray(resources={"CPU": 4})`.
+        on: the system that runs them: "kubernetes", "local", "ray", "slurm", "spark", or an engine
+            with its settings, such as `tfmw.engines.Ray(resources={"CPU": 4})`.
         log_dir: the run's folder is created in it; by default in a temporary directory, which is
             kept after a failure. Only with on="local".
         env: environment variables added for the workers.
@@ -180,12 +203,12 @@ def attach(job_id: str, on: Engine | None = None) -> Job:
         UsageError: the job does not exist, or its engine is not available.
     """
     name, colon, number = job_id.partition(":")
-    known = _ENGINES if on is None else (on.name,)
+    known = engine_names() if on is None else [on.name]
     if not colon or not number or name not in known:
         raise UsageError(
             f"received the job {job_id!r}: expected an engine and a number, such as "
-            f"'{'slurm' if on is None else on.name}:4711'; tfmw jobs lists them. An engine that is "
-            "not one of tfmw's is passed by on=."
+            f"'{'slurm' if on is None else on.name}:4711'; tfmw jobs lists them. An engine of "
+            "another package needs an entry point, or is passed by on=."
         )
     engine = engine_of(name) if on is None else on
     return Job(name, number, engine.attach(number), engine.where(number))
@@ -200,8 +223,11 @@ def jobs(on: str | Engine) -> list[Job]:
     Raises:
         UsageError: the engine does not exist.
     """
-    engine = engine_of(on)
-    return [Job(engine.name, n, engine.attach(n), engine.where(n)) for n in engine.numbers()]
+    engine, found = engine_of(on), []
+    for number in engine.numbers():
+        with contextlib.suppress(UsageError):  # it has been removed since
+            found.append(Job(engine.name, number, engine.attach(number), engine.where(number)))
+    return found
 
 
 def start(

@@ -1,0 +1,304 @@
+"""Jobs on Kubernetes: `tfmw.submit(train, workers=8, on=tfmw.engines.Kubernetes(image="..."))`.
+
+The controller is a Job of one pod, which owns the job's Secret and the indexed Job of each
+attempt's tasks. Deleting it ends the job. Other processes and the tasks read and write the
+controller's files over a connection that proves the token of the Secret: tasks to the address of
+its pod, others through a port that the API server forwards. The call needs no object of the
+cluster.
+
+The state of pods is polled, not watched, so late or repeated events do not exist. An API server
+that does not reply has lost nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tfmw.errors import TfmwError, UsageError
+from tfmw.launcher.call import Payload
+from tfmw.launcher.engines import folder, folder_server
+from tfmw.launcher.engines import kubernetes_objects as objects
+from tfmw.launcher.engines.agent import PAYLOAD
+from tfmw.launcher.engines.controller import CANCEL
+from tfmw.launcher.engines.engine import Engine, JobHandle, JobSpec
+from tfmw.launcher.engines.kubernetes_api import Api, Pods, Unreachable
+from tfmw.launcher.engines.kubernetes_objects import (
+    Object,
+)
+from tfmw.launcher.engines.kubernetes_tasks import TASKS, port_of
+
+IMAGE = "TFMW_IMAGE"
+"""Environment variable with the default of `Kubernetes.image`."""
+
+_MODULE = "tfmw.launcher.engines.kubernetes_tasks"
+
+_TELL_FIRST_S, _TELL_EVERY_S = 10.0, 60.0  # times of lines about a controller that waits
+_UNAVAILABLE_S = 120.0  # time for which the API server or the controller may be away
+_RETRY_S = 0.5
+_GONE = "its controller is gone: "
+_SMALL = {"requests": {"cpu": "100m", "memory": "512Mi"}}  # resources of a controller
+
+
+@dataclasses.dataclass(frozen=True)
+class Kubernetes(Engine):
+    """A Kubernetes cluster of version 1.29 or later: that of the pod, or of the kubeconfig.
+
+    Args:
+        max_restarts: how often `tfmw.fit` restarts all tasks from the newest backup.
+        image: image of the pods, which has Python and tfmw; by default TFMW_IMAGE.
+        namespace: namespace of the job; by default the context's, or the pod's.
+        context: context of the kubeconfig; by default the current one.
+        resources: requests of each task, such as {"cpu": 4, "memory": "16Gi"}; all but "cpu" are
+            also its limits.
+        gpus_per_worker: GPUs of each task: "nvidia.com/gpu" in `resources`.
+        queue: local queue of Kueue for the tasks.
+        service_account: service account of the controller, which may manage Jobs and list pods.
+        pod_template: further fields of all pods, {"metadata": ..., "spec": ...}, or the path of a
+            YAML file with them: volumes, tolerations, node selectors, pull secrets. The container
+            of tfmw is called "tfmw".
+        directory: directory on a volume of the template that outlives pods, for the files of jobs.
+            With it a lost controller comes back, and the job continues.
+        grace_s: seconds between SIGTERM and the end of a pod, for the tasks to save their state.
+        python: the interpreter in the image.
+    """
+
+    image: str = ""
+    namespace: str = ""
+    context: str = ""
+    resources: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    gpus_per_worker: int = 0
+    queue: str = ""
+    service_account: str = "tfmw"
+    pod_template: Mapping[str, Any] | str | os.PathLike[str] = dataclasses.field(
+        default_factory=dict
+    )
+    directory: str = ""
+    grace_s: int = 120
+    python: str = "python"
+
+    name = "kubernetes"
+
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
+        api, number = self.api(), secrets.token_hex(4)
+        controller, tasks = self._jobs(number, spec.workers)
+        job = api.create_job(controller)
+        handle = KubernetesHandle(api, number, spec.token.encode())
+        try:
+            api.create_secret(objects.secret(number, spec.token, job))
+            handle.wait_started()
+            handle.begin(spec, payload, tasks)
+        except BaseException:
+            handle.kill()
+            raise
+        return number, handle
+
+    def attach(self, number: str) -> JobHandle:
+        api = self.api()
+        # A Job is created before its Secret, and outlives it for a moment.
+        token = api.token(objects.name_of(number))
+        if token is None or api.job(objects.name_of(number)) is None:
+            known = ", ".join(f"kubernetes:{n}" for n in self.numbers()[-5:]) or "none"
+            raise UsageError(
+                f"there is no job kubernetes:{number} in the namespace {api.namespace}; the last "
+                f"jobs there: {known}. tfmw jobs lists them; namespace= names another one."
+            )
+        return KubernetesHandle(api, number, token)
+
+    def numbers(self) -> list[str]:
+        jobs = self.api().jobs(f"{objects.ROLE}=controller")
+        jobs.sort(key=lambda job: str(job["metadata"].get("creationTimestamp")))
+        return [job["metadata"]["labels"][objects.JOB] for job in jobs]
+
+    def where(self, number: str) -> str:
+        return f"Job {objects.name_of(number)} in the namespace {self.api().namespace}"
+
+    def api(self) -> Api:
+        """The API of the cluster. Raises UsageError."""
+        return Api.connected(self.context, self.namespace)
+
+    def _jobs(self, number: str, workers: tuple[int, int]) -> tuple[Object, Object]:
+        """The Jobs of the controller and of the tasks."""
+        template = self._template()
+        containers = template.get("spec", {}).get("containers", [])
+        own: Object = next((c for c in containers if c.get("name") == objects.CONTAINER), {})
+        image = self.image or own.get("image") or os.environ.get(IMAGE, "")
+        if not image:
+            raise UsageError(
+                "on='kubernetes' needs an image that has tfmw: pass it as "
+                f"tfmw.engines.Kubernetes(image='...'), or set {IMAGE}."
+            )
+        requests = {**self.resources}
+        if self.gpus_per_worker:
+            requests["nvidia.com/gpu"] = self.gpus_per_worker
+        requests = {name: str(value) for name, value in requests.items()}
+        limits = {name: value for name, value in requests.items() if name != "cpu"}
+        run = [self.python, "-m", _MODULE]
+        controller = objects.pod_template(
+            template,
+            number,
+            [*run, "control", number, *([self.directory] if self.directory else [])],
+            image=image,
+            resources=_SMALL,
+            spec={"serviceAccountName": self.service_account},
+        )
+        # The autoscaler must not move the controller.
+        fixed = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+        controller = objects.merged(controller, {"metadata": {"annotations": fixed}})
+        tasks = objects.pod_template(
+            template,
+            number,
+            [*run, "task", number],
+            image=image,
+            resources={"requests": requests, "limits": limits} if requests else None,
+            spec={
+                "terminationGracePeriodSeconds": self.grace_s,
+                "automountServiceAccountToken": False,
+            },
+        )
+        return (
+            objects.controller_job(number, controller, returns=bool(self.directory)),
+            objects.tasks_job(number, tasks, workers, self.queue),
+        )
+
+    def _template(self) -> Object:
+        if isinstance(self.pod_template, Mapping):
+            return dict(self.pod_template)
+        import yaml  # a dependency of the package kubernetes
+
+        try:
+            found = yaml.safe_load(Path(self.pod_template).read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise UsageError(f"pod_template={str(self.pod_template)!r}: {error}.") from error
+        if not isinstance(found, dict):
+            raise UsageError(
+                f"received pod_template={str(self.pod_template)!r}, a file without fields: "
+                "expected YAML with metadata: and spec: of a pod."
+            )
+        return found
+
+
+class KubernetesHandle:
+    """The `JobHandle` of a job's controller, for a process that can reach the API server."""
+
+    def __init__(self, api: Api, number: str, token: bytes) -> None:
+        self.why = ""
+        self._api, self._number, self._name = api, number, objects.name_of(number)
+        self._files = folder_server.FolderClient(token, self._dial)
+
+    def read(self, name: str, offset: int = 0) -> bytes:
+        return bytes(self._asked(lambda: self._files.read(name, offset)) or b"")
+
+    def state(self) -> str:
+        try:
+            job = self._api.job(self._name)
+            pod = self._pod() if job is not None else None
+        except Unreachable:
+            return ""
+        if job is None:
+            self.why = f"its Job {self._name} in {self._api.namespace} was deleted"
+            return "lost"
+        for condition in (job.get("status") or {}).get("conditions") or ():
+            if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
+                why = pod and objects.ended(pod)
+                self.why = f"{_GONE}{why or condition.get('message') or 'it ended'}"
+                return "lost"
+        return "running" if pod is not None and objects.is_running(pod) else "queued"
+
+    def cancel(self) -> None:
+        if self._asked(lambda: self._files.write(CANCEL, None, b"")) is None and not self.why:
+            self.kill()  # no controller is there to end the job
+
+    def kill(self) -> None:
+        self._api.delete_job(self._name)
+
+    def forget(self) -> None:
+        self._files.close()
+        self._api.delete_job(self._name)
+
+    # ---- submission ------------------------------------------------------------------------------
+
+    def wait_started(self) -> None:
+        """Waits until the controller's pod runs, and prints what it waits for.
+
+        Raises:
+            UsageError: it has ended, or has had an error for a while.
+        """
+        pods, tell_at = Pods(self._api, self._name), time.monotonic() + _TELL_FIRST_S
+        while not pods.running:
+            with contextlib.suppress(Unreachable):
+                pods.look()
+            if pods.problems or self.state() == "lost":
+                gone = self.why.removeprefix(_GONE)
+                why = next(iter(pods.problems.values()), gone)
+                raise UsageError(f"the controller of the job cannot start: {why}.")
+            if time.monotonic() > tell_at:
+                tell_at = time.monotonic() + _TELL_EVERY_S
+                print(f"tfmw: {self._name} waits: {pods.why}", file=sys.stderr, flush=True)
+            time.sleep(_RETRY_S)
+
+    def begin(self, spec: JobSpec, payload: Payload, tasks: Object) -> None:
+        """Sends the job to its controller, which then runs it.
+
+        Raises:
+            UsageError: the controller was lost.
+        """
+
+        def send() -> None:
+            self._files.write(TASKS, None, json.dumps(tasks).encode())
+            self._files.upload(PAYLOAD, payload)
+            self._files.write(folder.SPEC, None, pickle.dumps(spec))
+
+        if self._asked(send) is None:
+            why = self.why or "its pod does not run"
+            raise UsageError(f"the call could not be sent to the job's controller: {why}.")
+
+    # ---- connection ------------------------------------------------------------------------------
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        """The controller's reply; None if it does not run.
+
+        Raises:
+            TfmwError: it runs, or is not known not to, and could not be reached for a while.
+        """
+        deadline = 0.0
+        while not self.why:
+            try:
+                return ask() or b""
+            except OSError as error:
+                problem = error
+            deadline = deadline or time.monotonic() + _UNAVAILABLE_S
+            if self.state() == "queued":
+                return None
+            if time.monotonic() > deadline:
+                raise TfmwError(
+                    f"the controller of kubernetes:{self._number} was not reached for "
+                    f"{_UNAVAILABLE_S:g} s ({problem}), and is not known to be lost: call again "
+                    "once the API server replies."
+                )
+            time.sleep(_RETRY_S)
+        return None
+
+    def _dial(self) -> socket.socket:
+        try:
+            pod = self._pod()
+            if pod is None or not objects.is_running(pod):
+                raise ConnectionError("the controller's pod does not run")
+            return self._api.forwarded(pod["metadata"]["name"], port_of(self._number))
+        except Unreachable as error:
+            raise ConnectionError(str(error)) from error
+
+    def _pod(self) -> Object | None:
+        """The newest pod of the controller."""
+        pods = self._api.pods(f"job-name={self._name}")
+        return pods[-1] if pods else None
