@@ -72,6 +72,7 @@ navigation = {
         "docs/howto/keep-workers",
         "docs/howto/recipes",
         "docs/howto/export",
+        "docs/howto/predictions",
     ],
     "How-to: failures": [
         "docs/howto/backups",

@@ -291,7 +291,7 @@ def test_fit_evaluate_and_predict_write_lines(capsys):
         rf"train \| epoch 1/2 \| step 4/4 \|{steps}{examples}{seconds}{loss} \| val_loss: [\d.e-]+",
         rf"train \| epoch 2/2 \| step 4/4 \|{steps}{examples}{seconds}{loss} \| val_loss: [\d.e-]+",
         rf"test \| step 2/2 \|{steps}{examples}{seconds}{loss}",
-        rf"predict \| step 2/2 \|{steps}{seconds}",
+        rf"predict \| step 2/2 \|{steps}{examples}{seconds}",
     ]
     lines = out.splitlines()
     assert len(lines) == len(expected), out
@@ -321,7 +321,7 @@ def test_on_a_terminal_they_draw_bars_and_return_what_keras_returns(monkeypatch)
         r"4/4 ━{20} \d+s \d+[mu]?s/step - [\d,]+ examples/s - loss: .* - val_loss: ", fit
     )
     assert re.match(r"2/2 ━{20} \d+s \d+[mu]?s/step - [\d,]+ examples/s - loss: ", test)
-    assert re.match(r"2/2 ━{20} \d+s \d+[mu]?s/step *$", predict)
+    assert re.match(r"2/2 ━{20} \d+s \d+[mu]?s/step - [\d,]+ examples/s *$", predict)
 
 
 @pytest.mark.process

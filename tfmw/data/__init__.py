@@ -4,7 +4,9 @@ Read `sharding.py` first: it chooses between the ways to shard, and `values.py` 
 and results. `source.py` reads the data that users pass to `fit`, `order.py` makes its order equal
 on all workers, `seek.py` begins a pipeline in its middle.
 
-May import: `tfmw.cluster`, `tfmw.compat`, `tfmw.observe`, `tfmw.errors`.
+`prediction_files.py` has the files that `tfmw.predict` writes.
+
+May import: `tfmw.cluster`, `tfmw.compat`, `tfmw.observe`, `tfmw.storage`, `tfmw.errors`.
 """
 
 from tfmw.data.batches import examples_of as examples_of
@@ -14,6 +16,7 @@ from tfmw.data.batches import map_tensors as map_tensors
 from tfmw.data.by_index import from_index
 from tfmw.data.grain_datasets import is_grain as is_grain
 from tfmw.data.order import ordered as ordered
+from tfmw.data.prediction_files import read_predictions
 from tfmw.data.record_files import from_parquet, from_records, from_tars
 from tfmw.data.record_files import index_in_background as index_in_background
 from tfmw.data.sharding import at_most_once, shard
@@ -26,6 +29,7 @@ from tfmw.data.values import Shard as Shard
 from tfmw.data.values import Sharding as Sharding
 from tfmw.data.values import ShardSizes as ShardSizes
 from tfmw.data.values import SharedOrder as SharedOrder
+from tfmw.data.whole_batches import is_at_most_once as is_at_most_once
 from tfmw.data.whole_batches import step_of as step_of
 
 # The public names. The others, imported as themselves, are for the rooms above.
@@ -35,6 +39,7 @@ __all__ = [
     "from_parquet",
     "from_records",
     "from_tars",
+    "read_predictions",
     "shard",
     "tfds",
 ]

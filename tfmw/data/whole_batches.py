@@ -263,7 +263,7 @@ def shard_function(
             f"the dataset function returned {type(dataset).__name__}: expected a tf.data.Dataset, "
             "this worker's pipeline, batched by the batch size of one replica."
         )
-    if getattr(dataset_fn, "_tfmw_at_most_once", False):
+    if is_at_most_once(dataset_fn):
         skip = 0  # the service has no positions
     else:
         refuse_own_elements(Pipeline.of(dataset), Sharding())
@@ -275,6 +275,11 @@ def shard_function(
     shard = _of_function(pipeline, sharding)
     shard.reshuffles = reshuffles
     return shard
+
+
+def is_at_most_once(x: Any) -> bool:
+    """Whether data is the result of `at_most_once`."""
+    return bool(getattr(x, "_tfmw_at_most_once", False))
 
 
 def _of_function(pipeline: Pipeline, sharding: Sharding) -> Shard:

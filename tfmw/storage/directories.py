@@ -12,20 +12,25 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import posixpath
 import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfmw.errors import UsageError
 from tfmw.storage import fence
-from tfmw.storage.disk import flush, is_local
+from tfmw.storage.disk import file_lock, flush, holder_of, is_local
+
+logger = logging.getLogger("tfmw")
+
+_PATIENCE_S = 15.0  # time to wait for the lock of an earlier attempt, on another host
 
 # Names of a crash's leftovers beside `models/digits`: `models/.digits.writing-1f0c9e4b7a52`.
 _WRITING, _REPLACED = "writing", "replaced"
@@ -37,9 +42,9 @@ _PATTERN = re.compile(r"\\|\[[^/]+\]")
 
 @contextlib.contextmanager
 def atomic_directory(target: str, temporary: str | None = None) -> Iterator[str]:
-    """Yields the name of a directory to create and fill; at the end it replaces `target`.
+    """Yields the name of a directory or file to create; at the end it replaces `target`.
 
-    If the block raises, the temporary directory is removed and `target` is unchanged. The same
+    If the block raises, what has that name is removed and `target` is unchanged. The same
     holds if a later attempt of the run has begun (`tfmw.storage.fence`). A crash leaves the old
     directory, the new one or none, and leftovers, which `clean_up` removes.
 
@@ -61,6 +66,60 @@ def atomic_directory(target: str, temporary: str | None = None) -> Iterator[str]
         with contextlib.suppress(OSError, tf.errors.OpError):
             remove(temporary)
         raise
+
+
+@contextlib.contextmanager
+def locked(directory: str, name: str) -> Iterator[Callable[[], bool]]:
+    """Creates a directory and locks it for this run; object stores have no locks.
+
+    Args:
+        directory: a local path, or a URL.
+        name: file name of the lock; see `disk.file_lock`.
+
+    Yields:
+        A function that returns whether the lock is still held.
+
+    Raises:
+        UsageError: another process holds the lock, or it cannot be taken.
+    """
+    tf.io.gfile.makedirs(directory)
+    with contextlib.ExitStack() as stack:
+        yield _lock(stack, directory, name) if is_local(directory) else lambda: True
+
+
+def _lock(stack: contextlib.ExitStack, directory: str, name: str) -> Callable[[], bool]:
+    path = os.path.join(directory, name)
+    # A host that was cut off ends its tasks by itself, a few seconds after the others detect it.
+    patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
+    try:
+        return stack.enter_context(file_lock(path, patience_s, fence.owner()))
+    except BlockingIOError:
+        holder = holder_of(path)
+        if fence.precedes(holder):
+            # A task whose supervisor hangs may hold it, or a machine for which a file server still
+            # waits.
+            logger.warning(
+                "%s is locked by an earlier attempt of this run (%s), which may write nothing any "
+                "more; continuing without the lock",
+                path,
+                holder,
+            )
+            return lambda: True
+        raise in_use(directory, holder) from None
+    except OSError as e:
+        raise UsageError(
+            f"the directory {directory!r} cannot be locked ({e}): expected a directory that this "
+            f"process may write to, and in it no {name} or a plain file of that name that this "
+            "user owns."
+        ) from e
+
+
+def in_use(directory: str, holder: str) -> UsageError:
+    """The error for a directory that another run has locked."""
+    return UsageError(
+        f"the directory {directory!r} is in use by another run ({holder}): wait for it, or give "
+        "this run a directory of its own."
+    )
 
 
 def check_creatable(target: str) -> None:
@@ -128,9 +187,11 @@ def remove(path: str) -> None:
 
 
 def _flush_tree(directory: str) -> None:
-    """Flushes every file of a local directory; remote files are complete once they are closed."""
+    """Flushes a local file or all in a directory; remote files are complete when closed."""
     if not is_local(directory):
         return
+    if os.path.isfile(directory):
+        flush(directory)
     for parent, _, files in os.walk(directory):
         for name in files:
             flush(os.path.join(parent, name))

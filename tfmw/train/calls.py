@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -24,6 +26,7 @@ from tfmw.train.callbacks.roles import TemporaryBackup, without_backup
 from tfmw.train.fit_context import errors_reported, model_of
 from tfmw.train.local_sgd.sync_settings import LocalSGD, refuse_retired, settings_of
 from tfmw.train.mirrored.one_pass import OnePass
+from tfmw.train.mirrored.prediction_parts import PredictionParts
 from tfmw.train.own_methods import call_own, is_chief
 from tfmw.train.plan import Plan
 from tfmw.train.saved_model import check_path, export
@@ -278,22 +281,37 @@ def predict(
     workers: Any = None,
     on: Any = "local",
     split_batch: bool = True,
+    output_dir: str | os.PathLike[str] | None = None,
+    format: str = "npy",
+    keys: Sequence[str] = (),
 ) -> Any:
     """Computes predictions for all examples in the dataset's order, on all replicas.
 
     Args:
         model, x, strategy, workers, on, split_batch: see `fit`.
         batch_size, verbose, steps, callbacks: see `keras.Model.predict`.
+        output_dir: a directory that all workers share. Each worker writes its predictions there,
+            in parts of some seconds, and holds only one part in memory. A call that was killed
+            continues behind the last part, and each row is written once. Read the files with
+            `tfmw.data.read_predictions`. Callbacks get no outputs.
+        format: format of these files: "npy", "parquet" (needs pyarrow) or "tfrecord".
+        keys: names of features, in a dict that x or y of each batch is, to write beside the
+            predictions, such as ["id"].
 
     Returns:
         NumPy array(s) [examples, ...] in the structure of the model's outputs; all examples on
         every worker. As in Keras, a `tf.RaggedTensor` or `tf.SparseTensor` if an output is one,
-        and a `tf.RaggedTensor` if its shape changes from step to step.
+        and a `tf.RaggedTensor` if its shape changes from step to step. With `output_dir`, the path
+        of the index of the files.
 
     Raises:
         UsageError: an empty dataset, an infinite one without `steps`, or data that differs between
-            workers.
+            workers; an `output_dir` with the predictions of another model or other data.
     """
+    if output_dir is None and (keys or format != "npy"):
+        raise UsageError("received keys= or format= without output_dir=: name a directory.")
+    keys = [keys] if isinstance(keys, str) else keys
+    parts = None if output_dir is None else PredictionParts(output_dir, format, keys)
     keras_arguments = {
         "x": x, "batch_size": batch_size, "verbose": verbose, "steps": steps,
         "callbacks": callbacks,
@@ -305,6 +323,7 @@ def predict(
     _refuse_engine_alone(on)
     with errors_reported(strategy):
         one_pass = OnePass(model_of(model), strategy, split_batch)
-        return call_own(
-            "predict", one_pass.model, strategy, keras_arguments, given(), one_pass.predict
-        )
+        run: Callable[..., Any] = one_pass.predict
+        if parts is not None:
+            run = functools.partial(one_pass.write_predictions, parts)
+        return call_own("predict", one_pass.model, strategy, keras_arguments, given(), run)

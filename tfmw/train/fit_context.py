@@ -80,7 +80,6 @@ class FitContext:
         verbose: Any,
         steps: int | None,
         epochs: int = 1,
-        counts: bool = True,
         history: bool = False,
     ) -> Any:
         """Callbacks that this task runs, including its progress display.
@@ -91,7 +90,6 @@ class FitContext:
                 which is None on parameter servers.
             verbose: see Keras.
             steps: number of steps of one epoch; None if unknown.
-            counts: whether the driver counts examples.
             history: whether to add a `History`.
         """
         is_ordinary = driver.unplaced_model is None
@@ -102,9 +100,8 @@ class FitContext:
         for callback in local:
             if isinstance(callback, Observer):
                 callback.observe(self.group, lambda: driver.times)
-        examples = (lambda: driver.examples) if counts else None
         callback_list = keras.callbacks.CallbackList(
-            with_progress(local, shows, verbose, examples, overlapping=is_ordinary),
+            with_progress(local, shows, verbose, lambda: driver.examples, overlapping=is_ordinary),
             add_history=history,
             add_progbar=shows,
             verbose=verbose,

@@ -46,7 +46,6 @@ logger = logging.getLogger("tfmw")
 
 NAME = re.compile(r"step_(\d{12})")
 
-_PATIENCE_S = 15.0  # for the lock of an earlier attempt, on another host
 _POLL_S = 0.5
 _LIST = "backups.json"
 _DATA = "data"
@@ -74,13 +73,6 @@ def _name_of(step: int) -> str:
     return f"step_{step:012d}"
 
 
-def _in_use(path: str, holder: str) -> UsageError:
-    return UsageError(
-        f"backup directory {path!r} is in use by another run ({holder}): wait for it, or give this "
-        "run a directory of its own."
-    )
-
-
 class LocalFiles:
     """Backups in a local directory, each in one of its own.
 
@@ -101,36 +93,9 @@ class LocalFiles:
         Raises:
             UsageError: another process holds the lock, or it cannot be taken.
         """
-        os.makedirs(self.path, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            self._lock(stack)
+        with directories.locked(self.path, "LOCK") as self._holds_lock:
             directories.clean_up(self.path, NAME)
             yield
-
-    def _lock(self, stack: contextlib.ExitStack) -> None:
-        path = os.path.join(self.path, "LOCK")
-        # A host that was cut off ends its tasks by itself, a few seconds after the others notice.
-        patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
-        try:
-            lock = disk.file_lock(path, patience_s, fence.owner())
-            self._holds_lock = stack.enter_context(lock)
-        except BlockingIOError:
-            if fence.precedes(disk.holder_of(path)):
-                # A task whose supervisor hangs, or a machine that a file server still waits for.
-                logger.warning(
-                    "%s is locked by an earlier attempt of this run (%s), which may write nothing "
-                    "any more; continuing without the lock",
-                    path,
-                    disk.holder_of(path),
-                )
-                return
-            raise _in_use(self.path, disk.holder_of(path)) from None
-        except OSError as e:
-            raise UsageError(
-                f"backup directory {self.path!r} cannot be locked ({e}): expected a directory that "
-                "this process may write to, and in it no LOCK or a plain file of that name that "
-                "this user owns."
-            ) from e
 
     def steps(self) -> list[int]:
         """Steps of all backups, complete or not, in order."""
@@ -261,7 +226,7 @@ class BucketFiles:
         seen = None
         while not self._list.acquire(fence.precedes):
             if seen not in (None, self._list.since):  # its holder is there
-                raise _in_use(self.path, self._list.holder)
+                raise directories.in_use(self.path, self._list.holder)
             seen = self._list.since
             time.sleep(_POLL_S)
         if self._list.data is None and any(map(NAME.fullmatch, self._bucket.entries()[0])):

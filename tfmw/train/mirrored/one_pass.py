@@ -15,6 +15,7 @@ from tfmw.train.arguments import FitArguments, limited_steps
 from tfmw.train.epoch_iterator import EpochIterator
 from tfmw.train.fit_context import FitContext
 from tfmw.train.loop import ValidationSignals
+from tfmw.train.mirrored.prediction_parts import PredictionParts
 from tfmw.train.mirrored.sync_driver import SyncDriver
 from tfmw.train.mirrored.sync_training import run_evaluation, run_prediction
 from tfmw.train.mirrored.synchronization import EachStep
@@ -46,6 +47,11 @@ class OnePass(NamedTuple):
         with self._prepared("predict", x, **passed) as prepared:
             return run_prediction(*prepared)
 
+    def write_predictions(self, parts: PredictionParts, *, x: Any, **passed: Any) -> str:
+        """Writes the model's outputs to files; returns the path of their index."""
+        with parts, self._prepared("predict", x, **passed, parts=parts) as prepared:
+            return parts.write(*prepared)
+
     @contextlib.contextmanager
     def _prepared(
         self,
@@ -57,14 +63,17 @@ class OnePass(NamedTuple):
         steps: int | None = None,
         verbose: Any = "auto",
         callbacks: Any = None,
+        parts: PredictionParts | None = None,
     ) -> Iterator[tuple[SyncDriver, Group, EpochIterator, Any]]:
         """(the driver in which the model is placed, the tasks, the data, the callbacks)."""
         context = FitContext.of(self.model, self.strategy, method)
         steps = limited_steps(steps)
         source = data.Source(x, y, sample_weight, batch_size, steps, split=self.splits)
-        batches = EpochIterator(source, context.group, context.sharding, steps, "steps")
-        evaluates = method == "evaluate"
-        context.build(batches.shard.element_spec, for_inputs=not evaluates)
+        position = None if parts is None else parts.open(context, source)
+        batches = EpochIterator(source, context.group, context.sharding, steps, "steps", position)
+        context.build(batches.shard.element_spec, for_inputs=method == "predict")
+        if parts is not None:
+            parts.check(batches)
         with EachStep(context.strategy).driver(context.model) as driver:
             driver.splits = self.splits
             callback_list = context.callback_list(
@@ -72,7 +81,6 @@ class OnePass(NamedTuple):
                 driver,
                 verbose=verbose,
                 steps=batches.steps_per_epoch,
-                counts=evaluates,
             )
             yield driver, context.group, batches, callback_list
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from tfmw.data import first_rows, gather_rows, map_tensors, step_of
 from tfmw.data.batches import rows_of
+from tfmw.data.prediction_files import ROW
 from tfmw.errors import UsageError
 from tfmw.observe.progress import report_alive
 from tfmw.train.mirrored.replicas import Replicas
@@ -22,14 +24,21 @@ Rows = list[list[Any]]  # indices of the examples of each step and local replica
 
 
 def prediction_step(
-    model: keras.Model, replicas: Replicas, split: bool = True
+    model: keras.Model, replicas: Replicas, split: bool = True, keys: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """Creates a function (*element of a `data.Shard`) -> (outputs, rows) on each replica."""
+    """Creates a function (*element of a `data.Shard`) -> (outputs, rows) on each replica.
+
+    Args:
+        split: whether replicas have shards of batches, rather than whole ones.
+        keys: names of features; with some, outputs are (the model's, {name: feature}).
+    """
 
     def on_replica(parts: Any, counts: Any) -> Any:
         local = replicas.local_index()
         rows = counts[local]
         outputs = model.predict_step(parts[local])
+        if keys:
+            outputs = outputs, features_of(parts[local], keys)
         if replicas.count > 1 and split:
             outputs = first_rows(outputs, rows)
         elif not split:  # a batch's outputs may have other numbers of rows than its inputs
@@ -38,6 +47,22 @@ def prediction_step(
         return outputs, rows
 
     return lambda *element: replicas.run(on_replica, step_of(element, replicas.sharding)[:2])
+
+
+def features_of(batch: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """The features of a batch, or their specs, by name: members of x, or of y.
+
+    Raises:
+        UsageError: there is no feature of a name.
+    """
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    features = {k: v for part in (y, x) if isinstance(part, Mapping) for k, v in part.items()}
+    if unknown := [key for key in keys if key not in features]:
+        raise UsageError(
+            f"received keys={list(keys)}, and the dataset has no feature {unknown[0]!r}: expected "
+            f"names in the dict that x or y is; it has {sorted(features) or 'no dict'}."
+        )
+    return {key: features[key] for key in keys}
 
 
 def prediction_loop(
@@ -93,18 +118,20 @@ class Predictions:
     Args:
         driver: driver in whose context the model is placed.
         iterator: iterator over that dataset.
+        keys: see `prediction_step`.
     """
 
-    def __init__(self, driver: SyncDriver, iterator: Any):
+    def __init__(self, driver: SyncDriver, iterator: Any, keys: Sequence[str] = ()):
         self._driver = driver
         self._replicas = driver.replicas
         self._iterator = iterator
+        self._keys = keys
         # Per call: rows, and flat outputs of each local replica in each step or of all steps.
         self._calls: list[tuple[Rows, list[list[Any]]]] = []
         self._structure: Any = None
-        steps: Any = prediction_step(driver.model, driver.replicas, driver.splits), None
+        steps: Any = prediction_step(driver.model, driver.replicas, driver.splits, keys), None
         if not driver.model.run_eagerly:
-            key = ("predict", driver.splits, repr(iterator.element_spec))
+            key = ("predict", driver.splits, *keys, repr(iterator.element_spec))
             steps = driver.traces.get(key, lambda: self._traced(steps[0]))
         self._step, self._loop = steps
 
@@ -122,6 +149,13 @@ class Predictions:
         rows: Rows = []
         outputs: list[list[Any]] = []
         self._calls.append((rows, outputs))
+        done = self._extend(max_steps, rows, outputs)
+        own = np.array(rows)
+        own = own[..., 0] if own.ndim == 3 else own  # of the first output
+        self._driver.examples += int(own.sum()) * self._replicas.group.size  # about as many
+        return done
+
+    def _extend(self, max_steps: int, rows: Rows, outputs: list[list[Any]]) -> int:
         if self._loop is not None:
             limit = tf.constant(max_steps, tf.int64)
             done, self._structure, counts = self._loop(self._iterator, limit)
@@ -143,6 +177,42 @@ class Predictions:
             report_alive()
         return len(rows)
 
+    def taken(self) -> tuple[list[list[Any]], np.ndarray]:
+        """Returns the predictions of this process's replicas so far, and forgets them.
+
+        Returns:
+            (the pieces of each output, the number of rows of each piece, int64 [steps, local] or
+            [steps, local, outputs]).
+        """
+        calls, self._calls = self._calls, []
+        return _pieces(calls)
+
+    def names(self) -> dict[str, bool]:
+        """Name of each output, and whether its inner dimensions may change from step to step.
+
+        Call it after `extend` has predicted a batch.
+        """
+        count = len(tf.nest.flatten(self._structure, expand_composites=False))
+        numbers = tf.nest.pack_sequence_as(self._structure, list(range(count)))
+        names = [""] * count
+        for path, number in keras.tree.flatten_with_path(numbers):
+            within = path[1:] if self._keys else path  # with keys the structure is a pair
+            names[number] = ".".join(map(str, within)) or "predictions"
+        if repeated := [name for name, n in Counter([ROW, *names]).items() if n > 1]:
+            raise UsageError(
+                f"two of the files would be called {repeated[0]!r}: an output of the model or a "
+                'feature in keys= has the name of another, or "row".'
+            )
+        return dict(zip(names, self._varying(count), strict=True))
+
+    def _varying(self, count: int) -> list[bool]:
+        if self._driver.model.run_eagerly:
+            return [False] * count
+        traced = self._step.get_concrete_function(*self._iterator.element_spec)
+        leaves = tf.nest.flatten(traced.structured_outputs[0], expand_composites=False)
+        shapes = [self._replicas.first_result(leaf).shape for leaf in leaves]
+        return [shape.rank != 1 and not shape[1:].is_fully_defined() for shape in shapes]
+
     def assembled(self, of_last_call: bool = False) -> Any:
         """Predictions of all replicas in the dataset's order, in the structure of the outputs.
 
@@ -153,9 +223,8 @@ class Predictions:
         """
         replicas = self._replicas
         calls = self._calls[-1:] if of_last_call else self._calls
-        outputs = [part for _, parts in calls for part in parts]
-        own = np.array([of_step for rows, _ in calls for of_step in rows], np.int64)
-        described = replicas.group.from_all([len(own), len(outputs[0]) if outputs else 0])
+        pieces, own = _pieces(calls)
+        described = replicas.group.from_all([len(own), len(pieces)])
         steps, widths = map(list, zip(*described, strict=True))
         if not any(steps):
             raise UsageError("the dataset is empty: expected at least one batch to predict.")
@@ -164,8 +233,8 @@ class Predictions:
             leaves = [
                 _in_order(
                     replicas,
-                    [part[leaf] for part in outputs],
-                    _order(all_rows, replicas.local, None if self._driver.splits else leaf),
+                    pieces[leaf] if pieces else [],
+                    order_of(all_rows, replicas.local, None if self._driver.splits else leaf),
                 )
                 for leaf in range(max(widths))
             ]
@@ -174,7 +243,20 @@ class Predictions:
         return tf.nest.pack_sequence_as(self._structure, leaves)
 
 
-def _order(all_rows: list[np.ndarray], local: int, leaf: int | None) -> np.ndarray:
+def _pieces(calls: list[tuple[Rows, list[list[Any]]]]) -> tuple[list[list[Any]], np.ndarray]:
+    """(pieces of each output, numbers of rows) of several calls; see `Predictions.taken`."""
+    outputs = [part for _, parts in calls for part in parts]
+    own = np.array([of_step for rows, _ in calls for of_step in rows], np.int64)
+    return list(map(list, zip(*outputs, strict=True))), own
+
+
+def gathered_rows(replicas: Replicas, own: np.ndarray) -> list[np.ndarray]:
+    """All workers' numbers of rows of each step; see `Predictions.taken`."""
+    steps = replicas.group.from_all(len(own))
+    return np.split(_all_rows(replicas, own), np.cumsum(steps)[:-1])
+
+
+def order_of(all_rows: list[np.ndarray], local: int, leaf: int | None) -> np.ndarray:
     """Position of each example in the concatenated predictions of all workers.
 
     Example j of a batch belongs to replica j mod R.
@@ -221,7 +303,7 @@ def _within(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _in_order(replicas: Replicas, pieces: list[Any], order: np.ndarray) -> Any:
-    """Concatenates the pieces of all steps and replicas into one array; see `_order`.
+    """Concatenates the pieces of all steps and replicas into one array; see `order_of`.
 
     Ragged and sparse pieces result in a tensor of that kind. Dense pieces whose shapes change from
     step to step result in a ragged one, as in Keras.
