@@ -61,6 +61,7 @@ navigation = {
     ],
     "How-to: train": [
         "docs/howto/keras-scripts",
+        "docs/howto/keras-distribution",
         "docs/howto/load-data",
         "docs/howto/load-data-at-scale",
         "docs/howto/callbacks",

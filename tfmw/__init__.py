@@ -11,6 +11,7 @@ Importing tfmw costs milliseconds: TensorFlow is loaded when a name that needs i
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -93,3 +94,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+# `keras.distribution` has processes on the TensorFlow backend, too, if Keras was imported before.
+if "keras.distribution" in sys.modules and sys.modules["keras"].backend.backend() == "tensorflow":
+    importlib.import_module("tfmw.cluster.keras_distribution").install()

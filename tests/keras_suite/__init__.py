@@ -5,10 +5,10 @@
     make test-keras SAMPLE=400 SEED=a1b2   the same tests again, by the seed that was printed
 
 Keras's source distribution, in the installed version, holds its tests. The suite takes those of
-callbacks, layers, models, optimizers, losses, metrics, saving and trainers, and runs them against
-the installed Keras. tfmw's methods replace `Model.fit`, `evaluate` and `predict` there, on two
-replicas (two virtual CPUs). A test that fails is run again with Keras's own methods. If it passes
-with them, tfmw is to blame.
+callbacks, distributions, layers, models, optimizers, losses, metrics, saving and trainers, and runs
+them against the installed Keras. tfmw's methods replace `Model.fit`, `evaluate` and `predict`
+there, on two replicas (two virtual CPUs). A test that fails is run again with Keras's own methods.
+If it passes with them, tfmw is to blame.
 
 * `__main__.py`: fetches, runs, compares, says.
 * `plugin.py`: the pytest plugin that replaces the methods, and draws the sample.

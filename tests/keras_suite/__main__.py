@@ -41,6 +41,7 @@ PACKAGES = [
     f"keras/src/{name}"
     for name in (
         "callbacks",
+        "distribution",
         "layers",
         "losses",
         "metrics",

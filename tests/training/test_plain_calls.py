@@ -15,14 +15,17 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfmw
 from tests.helpers.buckets import s3
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tests.helpers.prepared import X, Y, prepared
+from tfmw.cluster.cluster import BACKUP_DIR
 from tfmw.compat import model_methods
 from tfmw.errors import UsageError
-from tfmw.train import plain_calls
+from tfmw.observe import stacks
+from tfmw.train import plain_calls, strategies
 from tfmw.train.checkpoint import resume
 from tfmw.train.checkpoint.store import BackupStore
 
@@ -210,6 +213,33 @@ def test_other_threads_have_keras_own_methods(replaced: list[str]) -> None:
     thread.start()
     thread.join()
     assert replaced == []
+
+
+def test_a_plain_call_is_named_as_the_script_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error on other workers, which make no such call, has this name."""
+    found = []
+
+    def noted(strategy: Any) -> Any:
+        found.append(stacks.users_call(sys._getframe(1)).partition(" at ")[0])
+        return tf.distribute.get_strategy()
+
+    monkeypatch.setattr(strategies, "choose", noted)
+    model = network()
+    with tfmw.options():
+        model.evaluate(X, Y, verbose=0)
+    tfmw.evaluate(model, X, Y, verbose=0)
+    assert set(found) == {"model.evaluate", "tfmw.evaluate"}
+
+
+def test_a_directory_of_backups_for_plain_calls_is_not_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BACKUP_DIR, str(tmp_path / "plain"))
+    with pytest.raises(UsageError, match="received --backup-dir, which is for"):
+        tfmw.fit(network(), X, Y, verbose=0)
+    tfmw.fit(network(), X, Y, verbose=0, backup_dir=tmp_path / "own")
+    assert (tmp_path / "own").exists()
+    assert not (tmp_path / "plain").exists()
 
 
 def test_options_are_arguments_that_keras_has_not() -> None:

@@ -154,6 +154,7 @@ def _replace_methods(replaces: bool) -> None:
         return importlib.import_module("tfmw").plain_call(*call)  # of a room above this one
 
     replace_methods(plain if replaces else None)
+    importlib.import_module("tfmw.cluster.keras_distribution").install()  # it imports this module
     if replaces and RUN_ID in os.environ and _keras.drawn is None:
         # A script that shuffles or splits its arrays does the same on all workers, and again after
         # a restart.

@@ -171,6 +171,6 @@ class Departure:
         call = users_call(sys._current_frames().get(_calls.thread))
         return UsageError(
             f"{self._names[ended]} has ended without a call in which {self._names[self._rank]} "
-            f"waits for it{call and f', tfmw.{call}'}: let every task make the same calls of tfmw, "
+            f"waits for it{call and f', {call}'}: let every task make the same calls of tfmw, "
             'and complete them; a call for one task alone needs strategy="default".'
         )

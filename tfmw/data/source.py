@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw.compat import datasets
+from tfmw.compat import datasets, distribution
 from tfmw.compat.pipelines import Pipeline, without_devices
 from tfmw.compat.shuffles import has_known_states
 from tfmw.data.batches import configured, without_autograph
@@ -57,6 +57,8 @@ class Source:
                 "(x, y). Pass tfmw.data.from_index(dataset).map(lambda row: (row['x'], row['y']))"
                 ".batch(64), with the names of your columns."
             )
+        if distribution.is_sharded_by_user() and not self.is_function():
+            object.__setattr__(self, "x", _of_this_worker(self.x))
         if datasets.is_dataset(self.x) or self.is_function() or is_grain(self.x):
             for name in ("y", "sample_weight"):
                 if getattr(self, name) is not None:
@@ -249,6 +251,22 @@ class Source:
             return Pipeline.of(self.x).may_reorder and not has_known_states()
         is_array = not (self.is_function() or self.is_read_once)
         return bool(self.shuffle) and is_array and datasets.global_seed() is None
+
+
+def _of_this_worker(x: Any) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
+    """The dataset function of `DataParallel(auto_shard_dataset=False)`."""
+
+    def read(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        local = context.num_replicas_in_sync // context.num_input_pipelines
+        if not datasets.is_dataset(x) or local > 1:
+            raise UsageError(
+                f"received DataParallel(auto_shard_dataset=False) and {type(x).__name__} on "
+                f"{local} devices of this worker: expected a tf.data.Dataset with this worker's "
+                "batches, and one device. Or leave the argument out, and pass all of the data."
+            )
+        return x
+
+    return read
 
 
 def _with_class_weight(shard: Shard, class_weight: Any) -> Shard:

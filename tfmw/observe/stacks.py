@@ -21,7 +21,7 @@ def is_installed(file: str) -> bool:
 
 
 def users_call(frame: FrameType | None) -> str:
-    """Current call of the user's program, such as "evaluate at train.py:31"; "" if there is none.
+    """Current call of the user's program: "tfmw.evaluate at train.py:31", "model.fit ...", or "".
 
     Args:
         frame: innermost frame of a thread.
@@ -31,7 +31,11 @@ def users_call(frame: FrameType | None) -> str:
         code = frame.f_code
         if not is_installed(code.co_filename):
             return f"{name} at {code.co_filename}:{frame.f_lineno}" if name else ""
-        if "<locals>" not in code.co_qualname:  # not a function of a decorator
-            name = code.co_name
+        if (
+            code.co_name == "plain_call"
+        ):  # the callers of `train.plain_calls.plain_call` are Keras's
+            name = f"model.{frame.f_locals['name']}"
+        elif "<locals>" not in code.co_qualname and not name.startswith("model."):
+            name = f"tfmw.{code.co_name}"  # not a function of a decorator
         frame = frame.f_back
     return ""

@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from tfmw import data
 from tfmw.cluster import membership
-from tfmw.compat.model_methods import given, given_arguments
+from tfmw.cluster.cluster import BACKUP_DIR
+from tfmw.compat.model_methods import given, given_arguments, is_within_call
 from tfmw.errors import UsageError
 from tfmw.train import on_workers, strategies
 from tfmw.train.arguments import FitArguments
@@ -135,6 +136,11 @@ def fit(
         shard_optimizer=shard_optimizer, split_batch=split_batch, sync=sync, given=given(),
     ).limited()  # fmt: skip
     settings_of(arguments)
+    if os.environ.get(BACKUP_DIR) and arguments.backup is None and not is_within_call():
+        raise UsageError(
+            "received --backup-dir, which is for model.fit in scripts of plain Keras, and this one "
+            "calls tfmw.fit without a backup: pass backup_dir= to it."
+        )
     if workers is not None:
         return on_workers.fit_on_workers(fit, arguments)
     _refuse_engine_alone(on)

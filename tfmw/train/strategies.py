@@ -177,6 +177,8 @@ def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strat
     """
     import tensorflow as tf
 
+    from tfmw.compat import distribution
+
     if isinstance(strategy, tf.distribute.Strategy):
         return strategy
     if strategy is None:
@@ -188,22 +190,39 @@ def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strat
     if strategy == "auto":
         if membership.joined() is None and not Cluster.resolve(os.environ).is_single:
             init()
+        if (devices := distribution.devices_of_data_parallel()) is not None:
+            return _data_parallel(tuple(devices))
         if membership.joined() is None and len(tf.config.list_logical_devices("GPU")) > 1:
-            return _mirrored_on_all()
+            return _mirrored_on()
         return current_strategy()
     if strategy == "multi_worker_mirrored":
         if membership.joined() is None:
             init(strategy=strategy)
         return current_strategy()
     if strategy == "mirrored":
-        return _mirrored_on_all()
+        return _mirrored_on()
     return current_strategy() if membership.joined() is not None else parameter_server()
 
 
 @functools.cache
-def _mirrored_on_all() -> tf.distribute.Strategy:
-    """`mirrored()`, the same for all calls: traced steps are kept with their strategy."""
-    return mirrored()
+def _mirrored_on(devices: tuple[str, ...] | None = None) -> tf.distribute.Strategy:
+    """`mirrored(devices)`, the same for all calls: traced steps are kept with their strategy."""
+    return mirrored(devices)
+
+
+def _data_parallel(devices: tuple[str, ...]) -> tf.distribute.Strategy:
+    """The strategy of `keras.distribution.DataParallel` on these devices."""
+    joined = membership.joined()
+    if joined is None:
+        return _mirrored_on(devices) if len(devices) > 1 else current_strategy()
+    replicas = joined.strategy.num_replicas_in_sync
+    if len(devices) != replicas and joined.control is None:
+        raise UsageError(
+            f"received keras.distribution.DataParallel with {len(devices)} devices, and the "
+            f"cluster has {replicas}: make it after keras.distribution.initialize(), without "
+            "devices= or with all of keras.distribution.list_devices()."
+        )
+    return joined.strategy
 
 
 def current_strategy() -> tf.distribute.Strategy:
