@@ -222,6 +222,15 @@ def test_a_killed_worker_leaves_each_row_once(run_cluster, tmp_path: Path) -> No
     assert {part["name"][-4:] for part in parts} == {"of-1", "of-2"}
 
 
+@pytest.mark.process
+def test_new_processes_write_the_files(tmp_path: Path) -> None:
+    index = write(tmp_path, workers=2, keys="id")
+    assert index == str(tmp_path / INDEX)
+    assert read(tmp_path)["id"].tolist() == list(range(31))
+    names = [part["name"] for part in json.loads((tmp_path / INDEX).read_text())["parts"]]
+    assert {name[-6:] for name in names} == {"0-of-2", "1-of-2"}
+
+
 # ---- what is refused ---------------------------------------------------------------------------
 
 

@@ -322,7 +322,10 @@ def predict(
         "x": x, "batch_size": batch_size, "verbose": verbose, "steps": steps,
         "callbacks": callbacks,
     }  # fmt: skip
-    of_tfmw = {"strategy": strategy, "workers": workers, "on": on, "split_batch": split_batch}
+    of_tfmw = {
+        "strategy": strategy, "workers": workers, "on": on, "split_batch": split_batch,
+        "output_dir": parts and parts.path, "format": format, "keys": list(keys),
+    }  # fmt: skip
     if workers is not None:
         every = {"model": model, **keras_arguments, **of_tfmw}
         return on_workers.pass_on_workers(predict, every, given())
