@@ -66,7 +66,7 @@ def from_records(
 
     Args:
         files: one path or several, on a disk that all workers see or in a bucket, without
-            compression: "s3://bucket/train-*.tfrecord", "gs://...", "az://...". From a
+            compression: `s3://bucket/train-*.tfrecord`, `gs://...`, `az://...`. From a
             bucket each worker fetches its own records.
         kind: "tfrecord", or "text" for lines.
         index_dir: keeps the index, 16 bytes a record; it may be in a bucket. A local file that has
@@ -104,7 +104,7 @@ def from_tars(
 
     Args:
         files: one path or several, on a disk that all workers see or in a bucket, without
-            compression: "s3://bucket/train-*.tar", "gs://...", "az://...". From a bucket
+            compression: `s3://bucket/train-*.tar`, `gs://...`, `az://...`. From a bucket
             each worker fetches its own samples.
         extensions: extensions of the members to read: the part of a name after its first dot.
         index_dir: keeps the index; see `from_records`.
