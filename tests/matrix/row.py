@@ -64,8 +64,8 @@ class Row:
         equal: prefixes of result names that must be equal to one process.
         core: in the small set that runs on the oldest supported versions.
         fast: in the smaller part of the core that `make test` runs on two processes.
-        too: `make test` leaves it to `make nightly`, as it has rows of the same kind.
-        long: takes so long that only `make nightly` runs it.
+        nightly: `make test` leaves it to `make nightly`, as it has rows of the same kind, or as it
+            takes long.
         warns: part of a warning that tfmw must give on several replicas. If it is None, tfmw must
             not warn that results differ.
         only: the columns that run it; empty for all.
@@ -80,8 +80,7 @@ class Row:
     equal: tuple[str, ...] = ("",)
     core: bool = False
     fast: bool = False
-    too: bool = False
-    long: bool = False
+    nightly: bool = False
     warns: str = ""
     only: tuple[str, ...] = ()
     floatx: str = "float32"

@@ -82,7 +82,7 @@ def _cells(names: list[str], mark: Callable[[Row], str]) -> list[Any]:
 
 
 def _two(row: Row) -> str:
-    return "nightly" if row.long or row.too or (row.core and not row.fast) else ""
+    return "nightly" if row.nightly or (row.core and not row.fast) else ""
 
 
 def _plain(row: Row) -> str:
@@ -93,7 +93,7 @@ def _plain(row: Row) -> str:
 def _core(row: Row) -> str:
     if row.fast:  # most of them are for two processes
         return "" if row.name in ("arrays", "batches that replicas do not divide") else "nightly"
-    return "nightly" if row.too else ""
+    return "nightly" if row.nightly else ""
 
 
 CORE_CELLS = _cells(CORE, _core)

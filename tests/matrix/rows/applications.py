@@ -35,11 +35,13 @@ def _res_net() -> keras.Model:
     return keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=3)
 
 
-@row("MobileNetV2, synchronized statistics", too=True, floatx="float64", tol=1e-9, only=("two",))
+@row(
+    "MobileNetV2, synchronized statistics", nightly=True, floatx="float64", tol=1e-9, only=("two",)
+)
 def mobile_net_synchronized() -> Case:
     return _images(_mobile_net())
 
 
-@row("ResNet50, synchronized statistics", floatx="float64", tol=1e-9, only=("two",), long=True)
+@row("ResNet50, synchronized statistics", floatx="float64", tol=1e-9, only=("two",), nightly=True)
 def res_net_synchronized() -> Case:
     return _images(_res_net())

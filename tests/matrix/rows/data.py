@@ -31,14 +31,14 @@ def _counted(data: tf.data.Dataset) -> dict[str, Any]:
     return {"x": data.apply(tf.data.experimental.assert_cardinality(steps))}
 
 
-@row("filtered: unknown length", too=True, core=True)
+@row("filtered: unknown length", nightly=True, core=True)
 def filtered() -> Case:
     data = tf.data.Dataset.from_tensor_slices(numbers()).filter(lambda x, y: x[0] < 1)
     data = data.map(lambda x, y: (x + 1, y)).batch(BATCH)
     return _case(data, reference=_counted(data))
 
 
-@row("map after the batch", too=True)
+@row("map after the batch", nightly=True)
 def map_after_batch() -> Case:
     return _case(classes().map(lambda x, y: (x - tf.reduce_mean(x, axis=0), y)))
 
@@ -53,37 +53,37 @@ def tail() -> Case:
     return _case(classes(17))
 
 
-@row("whole dataset smaller than the number of replicas", too=True, core=True)
+@row("whole dataset smaller than the number of replicas", nightly=True, core=True)
 def one_example() -> Case:
     return _case(classes(1))
 
 
-@row("batch size of one", too=True)
+@row("batch size of one", nightly=True)
 def single() -> Case:
     return _case(classes(5, 1))
 
 
-@row("drop_remainder", too=True)
+@row("drop_remainder", nightly=True)
 def drop_remainder() -> Case:
     data = tf.data.Dataset.from_tensor_slices(numbers())
     return _case(data.map(lambda x, y: (x, y)).batch(7, drop_remainder=True))
 
 
-@row("steps_per_epoch and repeat()", too=True)
+@row("steps_per_epoch and repeat()", nightly=True)
 def repeat() -> Case:
     data = tf.data.Dataset.from_tensor_slices(numbers()).map(lambda x, y: (x, y)).repeat(5)
     test = {"x": classes()}
     return _case(data.batch(7), fit={"steps_per_epoch": 4}, evaluate=test, predict=classes())
 
 
-@row("infinite dataset", too=True)
+@row("infinite dataset", nightly=True)
 def infinite() -> Case:
     data = tf.data.Dataset.from_tensor_slices(numbers()).repeat().batch(BATCH)
     test = {"x": data, "steps": 3}
     return _case(data, fit={"steps_per_epoch": 6}, evaluate=test, predict=classes())
 
 
-@row("steps_per_epoch beyond one pass, no repeat", too=True)
+@row("steps_per_epoch beyond one pass, no repeat", nightly=True)
 def passes() -> Case:
     return _case(classes(), fit={"steps_per_epoch": 3, "epochs": 1})
 
@@ -94,7 +94,7 @@ def arrays() -> Case:
     return _case(x, y, fit={"batch_size": 7, "shuffle": False})
 
 
-@row("arrays in a dict, default batch size", too=True)
+@row("arrays in a dict, default batch size", nightly=True)
 def dict_of_arrays() -> Case:
     a = keras.Input([5], name="a")
     model = compiled(keras.Model({"a": a}, layers.Dense(3)(a)), adam())
@@ -102,14 +102,14 @@ def dict_of_arrays() -> Case:
     return Case(model, {"a": x}, y, {"shuffle": False})
 
 
-@row("arrays shuffled, validation_split", too=True)
+@row("arrays shuffled, validation_split", nightly=True)
 def arrays_shuffled() -> Case:
     # One global batch per epoch, so that any order gives the same step.
     x, y = numbers()
     return _case(x, y, fit={"batch_size": 64, "validation_split": 0.3})
 
 
-@row("validation data of its own size", too=True, core=True)
+@row("validation data of its own size", nightly=True, core=True)
 def validation() -> Case:
     x, y = numbers(13)
     return _case(classes(), fit={"validation_data": (x, y), "validation_batch_size": 4})
@@ -128,7 +128,7 @@ class Pairs(keras.utils.PyDataset):
         return self.x[part], self.y[part]
 
 
-@row("PyDataset", too=True)
+@row("PyDataset", nightly=True)
 def py_dataset() -> Case:
     return _case(Pairs(), fit={"shuffle": False})
 
@@ -140,13 +140,13 @@ def _endless() -> Iterator[Any]:
             yield x[start : start + BATCH], y[start : start + BATCH]
 
 
-@row("generator", too=True)
+@row("generator", nightly=True)
 def generator() -> Case:
     test = {"x": classes()}
     return _case(_endless(), fit={"steps_per_epoch": 5}, evaluate=test, predict=classes())
 
 
-@row("from_generator", too=True)
+@row("from_generator", nightly=True)
 def from_generator() -> Case:
     x, y = numbers()
     data = tf.data.Dataset.from_generator(
@@ -160,7 +160,7 @@ def from_generator() -> Case:
 WORDS = ["red", "green", "blue", "a longer name"]
 
 
-@row("strings through StringLookup, numbers through Normalization", too=True)
+@row("strings through StringLookup, numbers through Normalization", nightly=True)
 def strings() -> Case:
     x, y = numbers()
     lookup = layers.StringLookup(vocabulary=WORDS[:3], output_mode="one_hot")
@@ -173,7 +173,7 @@ def strings() -> Case:
     return Case(model, batches((tf.constant(words), x), y))
 
 
-@row("strings through TextVectorization", too=True)
+@row("strings through TextVectorization", nightly=True)
 def text() -> Case:
     vectorize = layers.TextVectorization(output_mode="int", output_sequence_length=4)
     vectorize.adapt(WORDS)

@@ -57,22 +57,22 @@ def model(length: int | None = LENGTH) -> keras.Model:
     return keras.Model(words, layers.Dense(3)(x))
 
 
-@row("embeddings of constants, RMSprop", too=True, core=True)
+@row("embeddings of constants, RMSprop", nightly=True, core=True)
 def rmsprop() -> Case:
     return Case(compiled(model(), optimizers.RMSprop(0.01, epsilon=1e-3)), text())
 
 
-@row("embeddings of constants and of lengths that are not known, Adagrad, clipnorm", too=True)
+@row("embeddings of constants and of lengths that are not known, Adagrad, clipnorm", nightly=True)
 def adagrad() -> Case:
     return Case(compiled(model(None), optimizers.Adagrad(0.1, clipnorm=0.05)), text())
 
 
-@row("embeddings of constants, Adam, jit_compile", too=True, only=("two",))
+@row("embeddings of constants, Adam, jit_compile", nightly=True, only=("two",))
 def adam_jit_compile() -> Case:
     return Case(compiled(model(), optimizers.Adam(0.01, epsilon=1e-3), jit_compile=True), text())
 
 
-@row("embeddings of constants, Adafactor", too=True)
+@row("embeddings of constants, Adafactor", nightly=True)
 def adafactor() -> Case:
     return Case(compiled(model(), optimizers.Adafactor(0.01)), text())
 
@@ -170,11 +170,11 @@ def sparse_clipped() -> Case:
     return _by_hand(ClippedByHand)
 
 
-@row("sparse gradients clipped by hand, run_eagerly", too=True)
+@row("sparse gradients clipped by hand, run_eagerly", nightly=True)
 def sparse_clipped_eagerly() -> Case:
     return _by_hand(ClippedByHand, run_eagerly=True)
 
 
-@row("sparse gradients, rows updated by hand", too=True)
+@row("sparse gradients, rows updated by hand", nightly=True)
 def sparse_scattered() -> Case:
     return _by_hand(ScatteredByHand)

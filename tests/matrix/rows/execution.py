@@ -54,7 +54,7 @@ def jit_compile_devices() -> Case:
 
 @row(
     "jit_compile, synchronized BatchNormalization",
-    too=True,
+    nightly=True,
     warns="jit_compile is off",
     only=("two",),
 )
@@ -69,7 +69,7 @@ def jit_compile_where_xla_cannot() -> Case:
     return Case(compiled(model, adam(), jit_compile=True), classes(40))
 
 
-@row("run_eagerly", too=True, core=True)
+@row("run_eagerly", nightly=True, core=True)
 def run_eagerly() -> Case:
     return Case(compiled(mlp(), adam(), run_eagerly=True), classes(20))
 
@@ -79,7 +79,7 @@ def gradient_compression_bf16() -> Case:
     return Case(compiled(mlp(), adam()), classes(), ours={"gradient_compression": "bf16"})
 
 
-@row("gradients as float16", too=True, tol=2e-3, only=("devices", "two"))
+@row("gradients as float16", nightly=True, tol=2e-3, only=("devices", "two"))
 def gradient_compression_fp16() -> Case:
     return Case(compiled(mlp(), adam()), classes(), ours={"gradient_compression": "fp16"})
 
@@ -93,16 +93,16 @@ def _wide(units: int) -> Case:
     return Case(compiled(model, "sgd"), data, fit={"epochs": 1}, evaluate=None, predict=None)
 
 
-@row("a gradient of 13 MB", too=True, only=("two",))
+@row("a gradient of 13 MB", nightly=True, only=("two",))
 def large_gradient() -> Case:
     return _wide(1824)
 
 
-@row("a gradient of 13 MB, of an odd number of elements", too=True, only=("two",))
+@row("a gradient of 13 MB, of an odd number of elements", nightly=True, only=("two",))
 def odd_gradient() -> Case:
     return _wide(1825)
 
 
-@row("precision mixed_bfloat16", too=True, tol=2e-2, only=("devices", "two"))
+@row("precision mixed_bfloat16", nightly=True, tol=2e-2, only=("devices", "two"))
 def precision_bfloat16() -> Case:
     return Case(compiled(mlp(), adam()), classes(), ours={"precision": "mixed_bfloat16"})

@@ -23,7 +23,7 @@ class Noise(layers.Layer):
         return x + 0 * keras.random.normal(ops.shape(x))
 
 
-@row("draws without a seed", too=True, core=True)
+@row("draws without a seed", nightly=True, core=True)
 def unseeded() -> Case:
     model = keras.Sequential([keras.Input([5]), layers.Dense(4), Noise(), layers.Dense(3)])
     return Case(compiled(model, adam()), classes())
@@ -78,7 +78,7 @@ class Layerwise(keras.Model):
         return {"mean": self.mean.result()}
 
 
-@row("optimizers in layers and in a plain object", too=True)
+@row("optimizers in layers and in a plain object", nightly=True)
 def optimizers_of_layers() -> Case:
     model = Layerwise()
     model.compile()
@@ -97,7 +97,7 @@ class Shifted(layers.Layer):
         return x + self.steps["shift"]
 
 
-@row("a tf.Variable that no step assigns", too=True)
+@row("a tf.Variable that no step assigns", nightly=True)
 def raw_variable() -> Case:
     model = keras.Sequential([keras.Input([5]), Shifted(), layers.Dense(3)])
     return Case(compiled(model, adam()), classes())
@@ -125,7 +125,7 @@ class Pairs(keras.Model):
         return {"mean": self.mean.result()}
 
 
-@row("unbuilt, call takes and returns lists, batches of three", too=True)
+@row("unbuilt, call takes and returns lists, batches of three", nightly=True)
 def lists_and_triples() -> Case:
     model = Pairs()
     model.compile(adam())
@@ -142,17 +142,17 @@ def _with_lora(quantized: bool) -> keras.Model:
     return compiled(model, adam())
 
 
-@row("LoRA", too=True)
+@row("LoRA", nightly=True)
 def lora() -> Case:
     return Case(_with_lora(quantized=False), classes())
 
 
-@row("LoRA on int8", too=True, tol=5e-3)
+@row("LoRA on int8", nightly=True, tol=5e-3)
 def lora_on_int8() -> Case:
     return Case(_with_lora(quantized=True), classes())
 
 
-@row("distillation", too=True)
+@row("distillation", nightly=True)
 def distillation() -> Case:
     losses = [
         keras.distillation.LogitsDistillation(temperature=2.0),
@@ -170,7 +170,7 @@ def distillation() -> Case:
     return Case(compiled(model, adam()), classes())
 
 
-@row("ScheduleFreeAdamW", too=True)
+@row("ScheduleFreeAdamW", nightly=True)
 def schedule_free() -> Case:
     optimizer = keras.optimizers.ScheduleFreeAdamW(0.02, epsilon=1e-3, warmup_steps=3)
     model = compiled(mlp(), optimizer)
@@ -191,7 +191,7 @@ class Rematerialized(layers.Layer):
         return keras.remat(self.inner)(x)
 
 
-@row("remat", too=True)
+@row("remat", nightly=True)
 def remat() -> Case:
     model = keras.Sequential([keras.Input([5]), Rematerialized(), layers.Dense(3)])
     return Case(compiled(model, adam()), classes())
@@ -207,7 +207,7 @@ class Reversed(keras.Model):
         return self.table(self.middle(self.table(ids)), reverse=True)
 
 
-@row("ReversibleEmbedding", too=True)
+@row("ReversibleEmbedding", nightly=True)
 def reversible() -> Case:
     ids = np.random.default_rng(8).integers(0, 12, (EXAMPLES, 6)).astype("int32")
     return Case(compiled(Reversed(), adam()), batches(ids, (ids + 1) % 12))

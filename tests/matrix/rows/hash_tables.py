@@ -29,14 +29,18 @@ def _model(ids: Any, optimizer: Any, **options: Any) -> keras.Model:
     )
 
 
-@row("hash table of int64", too=True, core=True)
+@row("hash table of int64", nightly=True, core=True)
 def integers() -> Case:
     ids = _ids(37)
     model = _model(ids, adam(), min_count=2, max_age=3)
     return Case(model, batches(ids, numbers()[1]))
 
 
-@row("hash table of strings, data of unknown length, a last batch of one", too=True, only=("two",))
+@row(
+    "hash table of strings, data of unknown length, a last batch of one",
+    nightly=True,
+    only=("two",),
+)
 def strings() -> Case:
     ids = _ids(33)
     names = tf.strings.as_string(ids).numpy()

@@ -71,7 +71,7 @@ def counting(metrics: list[Any]) -> keras.Model:
     return compiled(model, adam(), metrics=metrics)
 
 
-@row("metrics and layers of one's own that add up", too=True, only=("devices", "two"))
+@row("metrics and layers of one's own that add up", nightly=True, only=("devices", "two"))
 def adding_up() -> Case:
     data = tf.data.Dataset.from_tensor_slices(numbers()).batch(8)
     return Case(counting(own_metrics()), data, predict=None)
@@ -143,14 +143,14 @@ class Tracking(keras.Model):
         return super().compute_metrics(x, y, y_pred, sample_weight)
 
 
-@row("sums over batches of known size", too=True, only=("devices", "two"))
+@row("sums over batches of known size", nightly=True, only=("devices", "two"))
 def of_known_size() -> Case:
     # Replicas have four examples each, as many as the hidden layer has units.
     data = tf.data.Dataset.from_tensor_slices(numbers()).batch(8, drop_remainder=True)
     return Case(compiled(Tracking(), adam(), metrics=own_metrics()[:2]), data, predict=None)
 
 
-@row("BatchNormalization, synchronized, of masked sequences", too=True, only=("devices", "two"))
+@row("BatchNormalization, synchronized, of masked sequences", nightly=True, only=("devices", "two"))
 def masked_norm() -> Case:
     random = np.random.default_rng(5)
     tokens = random.integers(1, 9, (37, 6)) * (np.arange(6) < random.integers(1, 7, (37, 1)))

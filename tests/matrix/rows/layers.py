@@ -29,12 +29,12 @@ def _text(*middle: Any) -> keras.Model:
     )
 
 
-@row("embedding: sparse gradients", too=True, core=True)
+@row("embedding: sparse gradients", nightly=True, core=True)
 def embedding() -> Case:
     return Case(compiled(_text(layers.Flatten()), adam()), batches(*_sentences()), predict=None)
 
 
-@row("embedding and SGD with clipping", too=True)
+@row("embedding and SGD with clipping", nightly=True)
 def embedding_clipped() -> Case:
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
     return Case(compiled(_text(layers.Flatten()), optimizer), batches(*_sentences()), predict=None)
@@ -48,17 +48,17 @@ def _masked(*middle: Any) -> keras.Model:
     return keras.Model(words, layers.Dense(3)(x))
 
 
-@row("LSTM with masks", too=True)
+@row("LSTM with masks", nightly=True)
 def lstm() -> Case:
     return Case(compiled(_masked(layers.LSTM(4)), adam()), batches(*_sentences()), predict=None)
 
 
-@row("GRU with masks", too=True)
+@row("GRU with masks", nightly=True)
 def gru() -> Case:
     return Case(compiled(_masked(layers.GRU(4)), adam()), batches(*_sentences()), predict=None)
 
 
-@row("masked loss, one output per word", too=True)
+@row("masked loss, one output per word", nightly=True)
 def masked_loss() -> Case:
     # The loss is a mean over the words that are not padding, of which replicas hold different
     # numbers.
@@ -68,7 +68,7 @@ def masked_loss() -> Case:
     return Case(weighted, batches(words, (words * 7 % 3).astype("int32")), predict=None)
 
 
-@row("masked loss, a batch of one example", too=True, core=True)
+@row("masked loss, a batch of one example", nightly=True, core=True)
 def masked_loss_of_one_example() -> Case:
     # All replicas but one compute on a placeholder, whose entries must not be counted.
     model = _masked(layers.Masking(9.0))
@@ -77,7 +77,7 @@ def masked_loss_of_one_example() -> Case:
     return Case(compiled(model, adam()), batches(words, labels), predict=None)
 
 
-@row("attention with padding", too=True)
+@row("attention with padding", nightly=True)
 def attention() -> Case:
     words = keras.Input([6], dtype="int32")
     x = layers.Embedding(WORDS, 4, mask_zero=True)(words)
@@ -100,7 +100,7 @@ def _normalized(**options: Any) -> keras.Model:
 
 @row(
     "BatchNormalization",
-    too=True,
+    nightly=True,
     core=True,
     but="each replica normalizes by the statistics of its own part of the batch; the moving mean "
     "of what does not depend on them is that of one process",
@@ -147,7 +147,7 @@ class AddsUp(keras.Sequential):
 
 @row(
     "BatchNormalization, synchronized, one example left, a sum over examples",
-    too=True,
+    nightly=True,
     floatx="float64",
     tol=1e-9,
     logs_tol=1e-6,
@@ -158,7 +158,7 @@ def batch_norm_synchronized_sum() -> Case:
     return Case(model, classes(17), evaluate=None, predict=None)
 
 
-@row("BatchNormalization, frozen", too=True)
+@row("BatchNormalization, frozen", nightly=True)
 def batch_norm_frozen() -> Case:
     model = _normalized()
     for layer in model.layers:
@@ -169,7 +169,7 @@ def batch_norm_frozen() -> Case:
 
 @row(
     "Dropout",
-    too=True,
+    nightly=True,
     but="each replica draws masks of its own",
     equal=(),
 )
@@ -180,7 +180,7 @@ def dropout() -> Case:
     return Case(compiled(model, adam()), classes(), predict=None)
 
 
-@row("group, unit and spectral normalization", too=True, tol=2e-5)
+@row("group, unit and spectral normalization", nightly=True, tol=2e-5)
 def other_norms() -> Case:
     model = keras.Sequential(
         [
@@ -207,7 +207,7 @@ def _padded(examples: int = EXAMPLES) -> tf.data.Dataset:
     return data.apply(tf.data.experimental.assert_cardinality(-(-examples // 8)))
 
 
-@row("batches padded to different lengths: sparse gradients of any size", too=True, core=True)
+@row("batches padded to different lengths: sparse gradients of any size", nightly=True, core=True)
 def padded_batches() -> Case:
     words = keras.Input([None], dtype="int32")
     x = layers.Embedding(WORDS, 4, mask_zero=True)(words)

@@ -13,14 +13,14 @@ from tests.matrix.row import Case, row
 from tests.matrix.rows.common import EXAMPLES, adam, batches, classes, compiled, mlp, numbers
 
 
-@row("regularizers of kernel and bias", too=True, core=True)
+@row("regularizers of kernel and bias", nightly=True, core=True)
 def regularizers() -> Case:
     model = mlp(kernel_regularizer="l2", bias_regularizer="l1")
     return Case(compiled(model, adam()), classes(), predict=None)
 
 
 # Not in the core: the oldest Keras does not divide it by the batch size, so it is a sum there.
-@row("regularizer of the activity", too=True)
+@row("regularizer of the activity", nightly=True)
 def activity_regularizer() -> Case:
     model = mlp(activity_regularizer="l2")
     return Case(compiled(model, adam()), classes(), predict=None)
@@ -38,14 +38,18 @@ def sample_weights() -> Case:
 
 # As exactly as float64 sums: nothing on the way may be rounded to float32.
 @row(
-    "float64, sample weights and an uneven batch", too=True, floatx="float64", tol=1e-11, core=True
+    "float64, sample weights and an uneven batch",
+    nightly=True,
+    floatx="float64",
+    tol=1e-11,
+    core=True,
 )
 def sample_weights_in_float64() -> Case:
     model = compiled(mlp(), keras.optimizers.SGD(0.1), weighted_metrics=["accuracy"])
     return Case(model, batches(*numbers(), 8, _weights().astype("float64")))
 
 
-@row("sample weights of arrays", too=True)
+@row("sample weights of arrays", nightly=True)
 def sample_weight_argument() -> Case:
     model = compiled(mlp(), adam(), weighted_metrics=["accuracy"])
     x, y = numbers()
@@ -54,7 +58,7 @@ def sample_weight_argument() -> Case:
     )
 
 
-@row("class weights", too=True)
+@row("class weights", nightly=True)
 def class_weights() -> Case:
     model = compiled(mlp(), adam(), weighted_metrics=["accuracy"])
     return Case(model, classes(), fit={"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}, predict=None)
@@ -102,7 +106,7 @@ def mean_margin(y_true: Any, y_pred: Any) -> Any:
     return ops.max(y_pred, axis=-1) - ops.mean(y_pred, axis=-1)
 
 
-@row("custom metrics: a class with dict results, a function", too=True)
+@row("custom metrics: a class with dict results, a function", nightly=True)
 def custom_metrics() -> Case:
     return Case(
         compiled(mlp(), adam(), metrics=[Confusions(), mean_margin]), classes(), predict=None
@@ -126,18 +130,18 @@ class Largest(keras.metrics.Metric):
         self.most.assign(-9.0)
 
 
-@row("custom metric that is a maximum, not a sum", too=True)
+@row("custom metric that is a maximum, not a sum", nightly=True)
 def maximum() -> Case:
     return Case(compiled(mlp(), adam(), metrics=[Largest(), "accuracy"]), classes(), predict=None)
 
 
-@row("loss with reduction sum", too=True, core=True)
+@row("loss with reduction sum", nightly=True, core=True)
 def reduction_sum() -> Case:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
     return Case(compiled(mlp(), adam(), loss=loss), classes(), predict=None)
 
 
-@row("loss with reduction mean_with_sample_weight", too=True)
+@row("loss with reduction mean_with_sample_weight", nightly=True)
 def reduction_weighted() -> Case:
     loss = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction="mean_with_sample_weight"
@@ -147,7 +151,7 @@ def reduction_weighted() -> Case:
     )
 
 
-@row("custom loss function that returns one number", too=True, core=True)
+@row("custom loss function that returns one number", nightly=True, core=True)
 def scalar() -> Case:
     def loss(y_true: Any, y_pred: Any) -> Any:
         return ops.mean(ops.square(y_pred - y_true))
@@ -163,7 +167,7 @@ class OwnCall(keras.losses.Loss):
         return ops.mean(ops.abs(y_pred - y_true))
 
 
-@row("custom loss class with a __call__ of its own", too=True)
+@row("custom loss class with a __call__ of its own", nightly=True)
 def own_call() -> Case:
     x, y = numbers()
     model = compiled(mlp(), adam(), loss=OwnCall())
@@ -176,7 +180,7 @@ class PerExample(layers.Layer):
         return x
 
 
-@row("add_loss of a sum over examples", too=True)
+@row("add_loss of a sum over examples", nightly=True)
 def add_loss_sum() -> Case:
     model = keras.Sequential([keras.Input([5]), layers.Dense(3), PerExample()])
     return Case(compiled(model, adam()), classes(), predict=None)
@@ -207,22 +211,22 @@ def _endpoint(weighted: bool, reduction: str = "sum_over_batch_size") -> Case:
     return Case(model, tf.data.Dataset.from_tensor_slices(arrays).batch(8), predict=None)
 
 
-@row("endpoint layer: add_loss of a keras.losses object", too=True, core=True)
+@row("endpoint layer: add_loss of a keras.losses object", nightly=True, core=True)
 def endpoint() -> Case:
     return _endpoint(weighted=False)
 
 
-@row("endpoint layer with sample weights", too=True)
+@row("endpoint layer with sample weights", nightly=True)
 def weighted_endpoint() -> Case:
     return _endpoint(weighted=True)
 
 
-@row("endpoint layer, reduction sum", too=True)
+@row("endpoint layer, reduction sum", nightly=True)
 def summed_endpoint() -> Case:
     return _endpoint(weighted=True, reduction="sum")
 
 
-@row("endpoint layer, reduction mean_with_sample_weight", too=True)
+@row("endpoint layer, reduction mean_with_sample_weight", nightly=True)
 def mean_weighted_endpoint() -> Case:
     return _endpoint(weighted=True, reduction="mean_with_sample_weight")
 
@@ -235,7 +239,7 @@ class WeightPenalty(layers.Dense):
         return super().call(x)
 
 
-@row("add_loss of one value per weight", too=True)
+@row("add_loss of one value per weight", nightly=True)
 def penalty_per_weight() -> Case:
     model = keras.Sequential([keras.Input([5]), WeightPenalty(3)])
     return Case(compiled(model, adam()), classes(), predict=None)
@@ -270,7 +274,7 @@ def in_batch_negatives(y_true: Any, y_pred: Any) -> Any:
 
 @row(
     "loss that compares the examples of a batch",
-    too=True,
+    nightly=True,
     but="a replica compares the examples of its own part of the batch",
     equal=(),
     warns="compares the examples of a batch",

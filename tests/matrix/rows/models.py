@@ -12,7 +12,7 @@ from tests.matrix.row import Case, row
 from tests.matrix.rows.common import EXAMPLES, adam, batches, classes, compiled, mlp, numbers
 
 
-@row("sequential", too=True, core=True)
+@row("sequential", nightly=True, core=True)
 def sequential() -> Case:
     return Case(compiled(mlp(), adam()), classes())
 
@@ -55,7 +55,7 @@ class Subclassed(keras.Model):
         return self.head(x)
 
 
-@row("subclassed without get_config, unbuilt", too=True, core=True)
+@row("subclassed without get_config, unbuilt", nightly=True, core=True)
 def subclassed() -> Case:
     return Case(compiled(Subclassed(4), adam()), classes())
 
@@ -71,13 +71,13 @@ class Scale(layers.Layer):
         return x * self.factor
 
 
-@row("custom layer, never registered", too=True)
+@row("custom layer, never registered", nightly=True)
 def custom_layer() -> Case:
     model = keras.Sequential([keras.Input([5]), Scale(), layers.Dense(3)])
     return Case(compiled(model, adam()), classes())
 
 
-@row("shared layer", too=True)
+@row("shared layer", nightly=True)
 def shared_layer() -> Case:
     a = keras.Input([5])
     shared = layers.Dense(5, activation="tanh")
@@ -85,7 +85,7 @@ def shared_layer() -> Case:
     return Case(compiled(model, adam()), classes())
 
 
-@row("nested models, partly frozen", too=True)
+@row("nested models, partly frozen", nightly=True)
 def nested() -> Case:
     inner = keras.Sequential([keras.Input([5]), layers.Dense(4, activation="tanh")])
     frozen = keras.Sequential([keras.Input([4]), layers.Dense(4)])
@@ -94,7 +94,7 @@ def nested() -> Case:
     return Case(compiled(outer, adam()), classes())
 
 
-@row("unbuilt Sequential", too=True)
+@row("unbuilt Sequential", nightly=True)
 def unbuilt() -> Case:
     model = keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dense(3)])
     return Case(compiled(model, adam()), classes())
@@ -107,7 +107,7 @@ def continued() -> Case:
     return Case(model, classes(), fit={"initial_epoch": 1, "epochs": 3})
 
 
-@row("small CNN", too=True)
+@row("small CNN", nightly=True)
 def cnn() -> Case:
     model = keras.Sequential(
         [
@@ -124,7 +124,7 @@ def cnn() -> Case:
 
 
 # The gradient of a key's bias is zero but for rounding, and Adam makes a step of that.
-@row("small transformer", too=True, tol=5e-5)
+@row("small transformer", nightly=True, tol=5e-5)
 def transformer() -> Case:
     words = keras.Input([7], dtype="int32")
     positions = layers.Embedding(7, 8)(ops.arange(7))

@@ -17,12 +17,12 @@ def _with(optimizer: Any) -> Case:
     return Case(compiled(mlp(), optimizer), classes(), evaluate=None, predict=None)
 
 
-@row("SGD with Nesterov momentum", too=True)
+@row("SGD with Nesterov momentum", nightly=True)
 def sgd() -> Case:
     return _with(optimizers.SGD(0.1, momentum=0.9, nesterov=True))
 
 
-@row("Adam, amsgrad", too=True, tol=1e-4)
+@row("Adam, amsgrad", nightly=True, tol=1e-4)
 def plain_adam() -> Case:
     return _with(optimizers.Adam(0.01, amsgrad=True))
 
@@ -32,60 +32,60 @@ def adamw() -> Case:
     return _with(optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3))
 
 
-@row("RMSprop, centered", too=True, tol=1e-4)
+@row("RMSprop, centered", nightly=True, tol=1e-4)
 def rmsprop() -> Case:
     return _with(optimizers.RMSprop(0.01, centered=True, momentum=0.5, epsilon=1e-3))
 
 
-@row("Lion", too=True)
+@row("Lion", nightly=True)
 def lion() -> Case:
     # Lion steps by the sign: a gradient that is all rounding error could step either way.
     return _with(optimizers.Lion(0.003))
 
 
-@row("Adagrad", too=True)
+@row("Adagrad", nightly=True)
 def adagrad() -> Case:
     return _with(optimizers.Adagrad(0.1))
 
 
-@row("Nadam", too=True)
+@row("Nadam", nightly=True)
 def nadam() -> Case:
     return _with(optimizers.Nadam(0.01, epsilon=1e-3))
 
 
-@row("Adafactor", too=True, tol=1e-4)
+@row("Adafactor", nightly=True, tol=1e-4)
 def adafactor() -> Case:
     return _with(optimizers.Adafactor(0.01))
 
 
-@row("clipnorm", too=True)
+@row("clipnorm", nightly=True)
 def clipnorm() -> Case:
     return _with(adam(clipnorm=0.05))
 
 
-@row("global_clipnorm", too=True, core=True)
+@row("global_clipnorm", nightly=True, core=True)
 def global_clipnorm() -> Case:
     return _with(adam(global_clipnorm=0.05))
 
 
-@row("clipvalue", too=True)
+@row("clipvalue", nightly=True)
 def clipvalue() -> Case:
     return _with(adam(clipvalue=0.01))
 
 
-@row("weight decay with a name left out", too=True)
+@row("weight decay with a name left out", nightly=True)
 def weight_decay() -> Case:
     optimizer = optimizers.SGD(0.1, weight_decay=0.05)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     return _with(optimizer)
 
 
-@row("EMA of weights", too=True, core=True)
+@row("EMA of weights", nightly=True, core=True)
 def ema() -> Case:
     return _with(adam(use_ema=True, ema_momentum=0.8))
 
 
-@row("EMA of weights, written back every 3 steps", too=True)
+@row("EMA of weights, written back every 3 steps", nightly=True)
 def ema_overwrite() -> Case:
     return _with(adam(use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3))
 
@@ -97,14 +97,14 @@ def accumulation() -> Case:
 
 if hasattr(optimizers, "MultiOptimizer"):  # the oldest Keras has none
 
-    @row("MultiOptimizer", too=True)
+    @row("MultiOptimizer", nightly=True)
     def multi_optimizer() -> Case:
         by_path = optimizers.OptimizerMap(optimizers.SGD(0.05))
         by_path[".*bias"] = optimizers.Adam(0.01, epsilon=1e-3)
         return _with(optimizers.MultiOptimizer(by_path))
 
 
-@row("learning-rate schedule", too=True)
+@row("learning-rate schedule", nightly=True)
 def schedule() -> Case:
     return _with(adam(optimizers.schedules.CosineDecay(0.05, 8, warmup_target=0.1, warmup_steps=3)))
 
@@ -128,7 +128,7 @@ def mixed_float16() -> Case:
 
 @row(
     "mixed_float16, a loss scale that overflows",
-    too=True,
+    nightly=True,
     but="a sum over one replica's examples overflows float16 at twice the scale or more at which "
     "the sum over all does, so steps that are skipped may differ",
     equal=(),
@@ -138,6 +138,6 @@ def overflow() -> Case:
     return _mixed("mixed_float16", optimizer)
 
 
-@row("mixed_bfloat16", too=True, tol=2e-2)
+@row("mixed_bfloat16", nightly=True, tol=2e-2)
 def mixed_bfloat16() -> Case:
     return _mixed("mixed_bfloat16", adam())

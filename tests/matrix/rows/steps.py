@@ -72,7 +72,7 @@ class LossObject(_Net):
         return {"mine": self.tracker.result()}
 
 
-@row("train_step: keras.losses object", too=True, core=True)
+@row("train_step: keras.losses object", nightly=True, core=True)
 def loss_object() -> Case:
     model = LossObject()
     model.compile(adam())
@@ -94,7 +94,7 @@ class HandWritten(_Net):
         return {"error": tf.reduce_mean(tf.square(self(x) - tf.one_hot(y, 3)))}
 
 
-@row("train_step: hand-written mean", too=True)
+@row("train_step: hand-written mean", nightly=True)
 def hand_written() -> Case:
     model = HandWritten()
     model.compile(adam())
@@ -117,7 +117,7 @@ class Mixed(_Net):
         return {"total": loss}
 
 
-@row("train_step: keras.losses objects and a hand-written mean", too=True)
+@row("train_step: keras.losses objects and a hand-written mean", nightly=True)
 def mixed() -> Case:
     model = Mixed()
     model.compile(adam(), loss="mse")
@@ -137,7 +137,7 @@ class OwnComputeLoss(_Net):
         return loss + 0.3 * ops.mean(ops.square(y_pred))
 
 
-@row("compute_loss overridden", too=True)
+@row("compute_loss overridden", nightly=True)
 def own_compute_loss() -> Case:
     return Case(compiled(OwnComputeLoss(), adam()), classes(), predict=None)
 
@@ -183,17 +183,17 @@ def _custom_loop(size: Any) -> Case:
     return Case(model, classes(), predict=None)
 
 
-@row("train_step: tf.nn.compute_average_loss of a global batch size", too=True, core=True)
+@row("train_step: tf.nn.compute_average_loss of a global batch size", nightly=True, core=True)
 def custom_loop() -> Case:
     return _custom_loop(8)
 
 
-@row("train_step: tf.nn.compute_average_loss", too=True)
+@row("train_step: tf.nn.compute_average_loss", nightly=True)
 def custom_loop_without_size() -> Case:
     return _custom_loop(None)
 
 
-@row("train_step: tf.nn.compute_average_loss of the batch's shape", too=True)
+@row("train_step: tf.nn.compute_average_loss of the batch's shape", nightly=True)
 def custom_loop_of_shape() -> Case:
     return _custom_loop("shape")
 
@@ -274,7 +274,7 @@ def by_hand() -> Case:
     return Case(model, classes(), predict=None)
 
 
-@row("GAN, two optimizers", too=True)
+@row("GAN, two optimizers", nightly=True)
 def gan() -> Case:
     model = Gan()
     optimizers = [adam(), adam(0.02)]
@@ -293,7 +293,7 @@ class Kl(layers.Layer):
         return mean + ops.exp(0.5 * log_variance) * noise
 
 
-@row("VAE with add_loss", too=True, core=True)
+@row("VAE with add_loss", nightly=True, core=True)
 def vae() -> Case:
     x, noise = keras.Input([5]), keras.Input([2])
     hidden = layers.Dense(4, activation="tanh")(x)
@@ -339,7 +339,7 @@ class VaeStep(keras.Model):
         return {"total": self.total.result(), "kl_loss": self.kl.result()}
 
 
-@row("VAE with train_step, as in Keras's examples", too=True)
+@row("VAE with train_step, as in Keras's examples", nightly=True)
 def vae_step() -> Case:
     model = VaeStep()
     model.compile(adam())
@@ -381,7 +381,7 @@ class Siamese(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@row("unbuilt siamese network, train_step on triplets", too=True)
+@row("unbuilt siamese network, train_step on triplets", nightly=True)
 def siamese() -> Case:
     model = Siamese()
     model.compile(adam())
