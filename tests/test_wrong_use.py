@@ -148,8 +148,9 @@ assert tfmw.fit is fit and callable(tfmw.export) and callable(tfmw.launch)
 @pytest.mark.process
 def test_another_backend_of_keras_is_refused() -> None:
     script = """
-import keras, tfmw
+import keras
 keras.backend.backend = lambda: "jax"
+import tfmw
 try:
     tfmw.fit
 except tfmw.UsageError as e:

@@ -61,8 +61,8 @@ history = tfmw.fit(
     epochs=EPOCHS,
     steps_per_epoch=STEPS,
     validation_data=(x[:200], y[:200]),
-    backup_dir=backups,
     callbacks=[
+        tfmw.callbacks.BackupAndRestore(backups, delete_checkpoint=True),
         keras.callbacks.TensorBoard(folder / "board", profile_batch=PROFILED),
         WaitForEvaluator(),
     ],
