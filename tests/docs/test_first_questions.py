@@ -37,7 +37,10 @@ QUESTIONS = {  # question: (page, words of the answer)
     "It hangs.": ("docs/howto/debug-hangs.md", "tfmw status"),
     "How do I serve the model?": ("docs/howto/export.md", "tf.saved_model.load"),
     "Is it safe on my network?": ("docs/explain/security-model.md", "no authentication"),
-    "Is it faster than model.fit on my laptop?": ("README.md", "of one plain Keras process with both cores"),
+    "Is it faster than model.fit on my laptop?": (
+        "README.md",
+        "of one plain Keras process with both cores",
+    ),
     "Can my script stay as it is?": (
         "docs/howto/keras-scripts.md",
         "tfmw run --workers 2 train.py",
