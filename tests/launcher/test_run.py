@@ -217,6 +217,14 @@ class TestFailure:
         # The traceback starts in the user's file.
         assert "launcher/task.py" not in log.read_text()
 
+    def test_an_error_is_shown_though_the_working_directory_is_gone(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        tmp_path.rmdir()
+        with pytest.raises(LookupError) as caught:
+            exec(compile("raise LookupError", "script.py", "exec"))
+        shown = task_program._from_the_users_code(caught.value.__traceback__)
+        assert traceback.extract_tb(shown)[-1].filename == "script.py"
+
     def test_tfmws_frames_are_shown_only_if_the_error_is_its_own(self):
         def of_the_user():
             raise LookupError

@@ -147,10 +147,10 @@ def _from_the_users_code(first: TracebackType | None) -> TracebackType | None:
     while first is not None:
         links.append(first)
         first = first.tb_next
-    files = [os.path.abspath(link.tb_frame.f_code.co_filename) for link in links]
+    # Names as they are: an absolute one needs the working directory, which may be gone.
+    files = [link.tb_frame.f_code.co_filename for link in links]
     of_user = links and not files[-1].startswith(_PACKAGE) and "site-packages" not in files[-1]
-    runs = [os.path.abspath(__file__), os.path.abspath("<frozen runpy>")]
-    left_out = tuple([*runs, _PACKAGE] if of_user else runs)
+    left_out = (__file__, "<frozen runpy>", *([_PACKAGE] if of_user else []))
     kept = [link for link, file in zip(links, files, strict=True) if not file.startswith(left_out)]
     result: TracebackType | None = None
     for link in reversed(kept or links):
