@@ -114,9 +114,14 @@ test-nightly: pyproject.toml
 	@$(NIGHTLY)/bin/python -m pip uninstall --quiet --yes keras keras-nightly
 	@$(NIGHTLY)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --pre --no-deps keras-nightly
-	@$(NIGHTLY)/bin/python -m pytest tests/data/test_grain.py
+	@$(NIGHTLY)/bin/python -m pytest tests/data/test_grain.py tests/keras_compat/test_keras_distribution.py
 	@$(NIGHTLY)/bin/python -m pytest -m "not process and not nightly" \
 	  tests/keras_compat tests/mirrored/test_cached_driver.py tests/layers tests/matrix
+	@rm -rf $(NIGHTLY)/patched && mkdir $(NIGHTLY)/patched  # the hook of docs/contribute/upstream.md
+	@cp -r $$($(NIGHTLY)/bin/python -c 'import keras; print(keras.__path__[0])') $(NIGHTLY)/patched/keras
+	@patch --quiet --strip 0 --directory $(NIGHTLY)/patched/keras < docs/contribute/keras-runtime.patch
+	@PYTHONPATH=$(NIGHTLY)/patched $(NIGHTLY)/bin/python -m pytest \
+	  $(NIGHTLY)/patched/keras/src/distribution/runtime_test.py tests/upstream/runtime_hook.py
 
 # Tests of others, run through tfmw, beside the same with Keras alone. SUITE: keras, hub (KerasHub) and rs
 # (KerasRS), all of them or as many as SAMPLE says, drawn anew for each commit or by SEED; tf-keras (of

@@ -157,6 +157,7 @@ navigation = {
         "CONTRIBUTING",
         "docs/contribute/guarantee-tests",
         "docs/contribute/engines",
+        "docs/contribute/upstream",
         "docs/contribute/modules",
         "docs/contribute/dependencies",
         "The digits <tfmw/data/datasets/digits/ATTRIBUTION>",

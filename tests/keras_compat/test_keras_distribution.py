@@ -37,6 +37,7 @@ def run(mode: str, *environs: dict[str, str]) -> list[dict[str, Any]]:
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, values in expected["fit"].items():
         np.testing.assert_allclose(found["fit"][name], values, rtol=1e-5)
+    np.testing.assert_allclose(found["python"], expected["python"], rtol=1e-5)
     np.testing.assert_allclose(found["evaluate"], expected["evaluate"], rtol=1e-5)
     np.testing.assert_allclose(found["predict"], expected["predict"], rtol=1e-5, atol=1e-6)
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import keras
 from keras.src.backend.tensorflow import distribution_lib as _of_backend
 from keras.src.trainers import data_adapters as _data_adapters
+from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
 
 from tfmw.errors import UsageError
 
@@ -48,7 +49,8 @@ def install(backend: Backend) -> None:
     }
     for name, function in functions.items():
         setattr(_of_backend, name, function)
-    _data_adapters.distribution_lib = types.SimpleNamespace(distribution=lambda: None)
+    for module in (_data_adapters, array_data_adapter, py_dataset_adapter):  # since Keras 3.16
+        module.distribution_lib = types.SimpleNamespace(distribution=lambda: None)
 
 
 def devices_of_data_parallel() -> list[str] | None:
