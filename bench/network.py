@@ -1,18 +1,16 @@
-"""Predicted against measured: the time of a step by workers, rate and delay of the network.
+"""Predicted against measured: the time of a step by workers and rate of the network.
 
-    sudo python -m bench.network [--workers 2 3 4] [--rates 1000 300 100] [--delays 0.1 1 10]
+    sudo python -m bench.network [--workers 2 3 4] [--rates 1000 300 100]
 
-Every worker has a network namespace of its own. Links are those of bench/machines.py, or, with a
-delay, of bench/wire.py. The prediction of bench/forecast.py comes from a single run: two workers on
-links of 100 Gbit/s. Rates, in Mbit/s, are those at which each worker may send; delays, in ms, are
-one-way. Needs root, and Linux with unshare, nsenter, ip and tc (iproute2). Workers that outnumber
-the cores compute in turns, and the prediction takes that into account.
+Every worker has a network namespace of its own, with the links of bench/machines.py. The prediction
+of bench/forecast.py comes from a single run: two workers on links of 100 Gbit/s. Rates, in Mbit/s,
+are those at which each worker may send. Needs root, and Linux with ip and tc (iproute2). Workers
+that outnumber the cores compute in turns, and the prediction takes that into account.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -20,14 +18,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.forecast import Forecast, payload
 from bench.forecast import measure as forecast_of
 from bench.machines import NAME, machines
-from bench.wire import Network
 from tfmw.launcher.environment import compute_with_onednn
 from tfmw.observe.recorder import EXCHANGES_FILE, make_file
 
@@ -55,22 +52,8 @@ def child() -> None:
     print(MARK + json.dumps(dataclasses.asdict(cost)), flush=True)
 
 
-@contextlib.contextmanager
-def links(
-    workers: int, mbit_per_s: float, delay_ms: float
-) -> Iterator[tuple[list[str], Callable[[int], list[str]]]]:
-    """The workers' addresses, and worker -> prefix of commands in its namespace."""
-    if delay_ms:  # few kernels can delay packets themselves
-        with Network(workers, 1e6 * mbit_per_s, 1e-3 * delay_ms) as network:
-            yield network.addresses, network.inside
-    else:
-        with machines(workers, mbit_per_s / 1000) as addresses:
-            yield addresses, lambda worker: ["ip", "netns", "exec", f"{NAME}{worker}"]
-
-
 def chief_found(
     hosts: list[str],
-    inside: Callable[[int], list[str]],
     command: list[str],
     variables: Callable[[int], dict[str, str]],
     timeout_s: float = 300,
@@ -78,7 +61,7 @@ def chief_found(
     """The JSON that the chief of workers prints behind MARK.
 
     Args:
-        hosts, inside: the result of `links`.
+        hosts: addresses of `machines`, one for each worker.
         command: arguments of Python, the same for each worker.
         variables: variables of a worker, added to the environment of the cluster.
 
@@ -99,7 +82,7 @@ def chief_found(
         compute_with_onednn(environ)
         processes.append(
             subprocess.Popen(
-                [*inside(worker), sys.executable, *command],
+                ["ip", "netns", "exec", f"{NAME}{worker}", sys.executable, *command],
                 cwd=ROOT,
                 env=environ,
                 stdout=subprocess.PIPE,
@@ -118,14 +101,14 @@ def chief_found(
     return json.loads(said[0].removeprefix(MARK))
 
 
-def measure(workers: int, mbit_per_s: float = FREE, delay_ms: float = 0.0) -> Forecast:
+def measure(workers: int, mbit_per_s: float = FREE) -> Forecast:
     """Time of a step on the chief, by its parts.
 
     Raises:
         RuntimeError: a worker failed; the message is its output.
     """
     with (
-        links(workers, mbit_per_s, delay_ms) as (hosts, inside),
+        machines(workers, mbit_per_s / 1000) as hosts,
         tempfile.TemporaryDirectory() as directory,
     ):
 
@@ -135,7 +118,7 @@ def measure(workers: int, mbit_per_s: float = FREE, delay_ms: float = 0.0) -> Fo
             return {EXCHANGES_FILE: str(exchanges)}
 
         command = ["-m", "bench.network", "--child"]
-        return Forecast(**chief_found(hosts, inside, command, recorded))
+        return Forecast(**chief_found(hosts, command, recorded))
 
 
 def main() -> None:
@@ -145,31 +128,28 @@ def main() -> None:
     )
     flags.add_argument("--workers", type=int, nargs="+", default=[2, 3, 4])
     flags.add_argument("--rates", type=float, nargs="+", default=[1000, 300, 100])
-    flags.add_argument("--delays", type=float, nargs="*", default=[0.1, 1, 10])
     flags.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = flags.parse_args()
     if options.child:
         return child()
-    missing = [name for name in ("unshare", "nsenter", "ip", "tc") if shutil.which(name) is None]
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
-        flags.error(f"{missing[0]} is not installed: apt-get install iproute2 util-linux")
+        flags.error(f"{missing[0]} is not installed: apt-get install iproute2")
 
     free, cores = measure(2), len(os.sched_getaffinity(0))
-    print("| workers | Mbit/s | delay, ms | step, predicted, ms | measured, ms | ratio |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    print(f"| 2 | any | 0 | | {1e3 * free.step:.1f} | |", flush=True)
+    print("| workers | Mbit/s | step, predicted, ms | measured, ms | ratio |")
+    print("| --- " * 5 + "|")
+    print(f"| 2 | any | | {1e3 * free.step:.1f} | |", flush=True)
     settings = [
-        *((workers, options.rates[0], 0.0) for workers in options.workers),
-        *((2, rate, 0.0) for rate in options.rates[1:]),
-        *((2, options.rates[0], delay) for delay in options.delays),
+        *((workers, options.rates[0]) for workers in options.workers),
+        *((2, rate) for rate in options.rates[1:]),
     ]
-    for workers, rate, delay in settings:
-        latency = free.latency + 1e-3 * delay
-        there = free.on(workers, bandwidth=payload(1e6 * rate), latency=latency, processors=cores)
-        measured = measure(workers, rate, delay)
+    for workers, rate in settings:
+        there = free.on(workers, bandwidth=payload(1e6 * rate), processors=cores)
+        measured = measure(workers, rate)
         print(
-            f"| {workers} | {rate:g} | {delay:g} | {1e3 * there.step:.1f} | "
-            f"{1e3 * measured.step:.1f} | {there.step / measured.step:.2f} |",
+            f"| {workers} | {rate:g} | {1e3 * there.step:.1f} | {1e3 * measured.step:.1f} | "
+            f"{there.step / measured.step:.2f} |",
             flush=True,
         )
     return None

@@ -23,7 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.network import MARK, chief_found, links
+from bench.machines import machines
+from bench.network import MARK, chief_found
 from bench.works import CLASSES, WORKS, batches, examples, keras_network
 
 TIMEOUT_S = 900
@@ -130,10 +131,8 @@ def measured(child: str, way: str, options: argparse.Namespace) -> Any:
     """
     command = ["-m", "bench.slow_network", "--child", child, way, "--work", options.work]
     command += ["--batch", str(options.batch)]
-    with links(options.workers, options.mbit, delay_ms=0) as (hosts, inside):
-        return chief_found(
-            hosts, inside, command, lambda worker: {"OMP_NUM_THREADS": "1"}, TIMEOUT_S
-        )
+    with machines(options.workers, options.mbit / 1000) as hosts:
+        return chief_found(hosts, command, lambda worker: {"OMP_NUM_THREADS": "1"}, TIMEOUT_S)
 
 
 def _print_steps(options: argparse.Namespace) -> None:

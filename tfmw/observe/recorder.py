@@ -7,7 +7,7 @@
     read_exchanges(path)            # in the launcher: [RecordedExchange(number=57, ...), ...]
 
 Each worker of a launcher has a file, named by TFMW_EXCHANGES_FILE, with room for KEPT exchanges. It
-is mapped into memory: a record takes a microsecond (bench/recorder.py) and no system call, and is
+is mapped into memory: a record takes a microsecond and no system call, and is
 there after SIGKILL too. Workers make the same exchanges in the same order, so their numbers are the
 same. Times are monotonic, and so comparable between the tasks of one machine.
 """
