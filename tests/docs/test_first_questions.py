@@ -29,7 +29,7 @@ QUESTIONS = {  # question: (page, words of the answer)
     "What happens if a machine dies?": ("docs/howto/elastic-hosts.md", "--min-hosts"),
     "What does it cost?": ("docs/explain/benchmarks.md", "Scaling costs"),
     "Are the results those of one process?": ("docs/explain/equivalence.md", "Not equal, and why"),
-    "How do I run it on Slurm?": ("docs/howto/slurm.md", "sbatch"),
+    "How do I run it on Slurm?": ("docs/howto/schedulers.md", "sbatch"),
     "I come from MultiWorkerMirroredStrategy.": (
         "docs/howto/migrate/multi-worker-mirrored.md",
         "strategy.scope()",
