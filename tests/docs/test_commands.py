@@ -67,6 +67,7 @@ RUN: dict[str, Here | Reason | str] = {
     "pip install build && python -m build --wheel": Reason("make package builds both"),
     r"pip install '(\.\[\w+\]|tensorflow\[and-cuda\])'": Reason("installs from PyPI"),
     "python train.py": "tests/docs/test_readme.py::test_the_readme",
+    "CUDA_VISIBLE_DEVICES=0 python train.py": Reason("needs a GPU"),
     "tfmw run --workers 2 train.py": "tests/docs/test_readme.py::test_the_readme",
     "tfmw run --workers 2 --log-dir logs train.py": Here(),
     "tfmw env": "tests/test_cli.py::test_the_command",
