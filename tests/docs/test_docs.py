@@ -246,6 +246,18 @@ def test_a_public_name_has_a_docstring(module, name):
         assert (value.__doc__ or "").strip(), f"{module}.{name}"
 
 
+def test_the_image_copies_and_installs_existing_things():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    assert {"pyproject.toml", "tfmw"} <= set(copied)
+    assert all((ROOT / name).exists() for name in copied)
+    sent = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{name}" for name in copied} <= set(sent)
+    (extras,) = [line.partition("=")[2] for line in lines if line.startswith("ARG EXTRAS=")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+
+
 # ---- the site -----------------------------------------------------------------------------------
 
 

@@ -51,11 +51,20 @@ QUESTIONS = {  # question: (page, words of the answer)
     "Why does the same command train nothing?": ("docs/howto/faq.md", "complete: 5 epochs; delete"),
     "How do I debug with pdb?": ("docs/howto/faq.md", "python -m pdb train.py"),
     "What do I do on a Mac?": ("README.md", "docker run -it"),
-    "How do I start 16 hosts?": ("docs/howto/faq.md", 'ssh "$host"'),
+    "How do I start 16 hosts?": ("docs/howto/elastic-hosts.md", "pdsh -R ssh"),
     "Do my machines have to be equal?": ("docs/howto/faq.md", "when the slowest worker has done"),
     "Do pandas and generators work?": ("docs/howto/faq.md", "frame[columns].to_numpy()"),
     "How do I use it in a notebook?": ("docs/howto/notebooks.md", "workers=2"),
     "Which learning rate do I use?": ("docs/howto/faq.md", "the global batch"),
+    "How do I use two machines with 8 GPUs each?": (
+        "docs/howto/gpu-machines.md",
+        "tfmw check --hosts h0,h1",
+    ),
+    "What does a backup cost?": ("docs/howto/backups.md", "stopped for 51 ms"),
+    "Is there a Dockerfile?": ("docs/howto/containers.md", "docker build -t tfmw ."),
+    "How do I stop in my train_step?": ("docs/howto/debug-scripts.md", "run_eagerly=True"),
+    "What is a replica?": ("docs/reference/glossary.md", "one copy of the model on one device"),
+    "Who maintains it?": ("docs/reference/support.md", "maintained by its contributors"),
 }
 
 
