@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -33,7 +32,6 @@ logger = logging.getLogger("tfmw")
 _BLOCK = 1 << 17  # indices that are computed together
 _TOGETHER = 256  # records read by one call of Python
 _MANY = 1_000_000  # number of skipped elements that takes seconds
-_PROBED, _PROBE_S = 1000, 0.2  # elements to measure, and the time limit of this measurement
 
 
 def seek(
@@ -260,34 +258,13 @@ def _positions(
 
 def _skipped(node: Pipeline, position: int) -> tf.data.Dataset:
     if position > _MANY:
-        seconds = _seconds_to_skip(node, position)
         logger.info(
             "the position in the data is %d elements behind the beginning of %s, which cannot "
-            "start there: they are read again, and dropped%s",
+            "start there: they are read again, and dropped",
             position,
             type(node.dataset).__name__.strip("_"),
-            "" if seconds is None else f", in about {seconds:.0f} s",
         )
     return node.dataset.skip(position)
-
-
-def _seconds_to_skip(
-    node: Pipeline, position: int, clock: Callable[[], float] = time.monotonic
-) -> float | None:
-    """Estimated time to read so many elements, from that of the first ones.
-
-    Returns None if another pass would have effects: Python functions and random numbers.
-    """
-    node = node.beneath(["shuffle"])  # a pass would advance the shuffle's generator
-    if not node.may_be_read_twice:
-        return None
-    count, seconds = _PROBED, 0.0
-    while seconds < _PROBE_S and count < position:
-        begin = clock()
-        if next(iter(node.dataset.skip(count)), None) is None:  # skips several passes
-            break
-        seconds, count = clock() - begin, count * 4
-    return seconds * position / (count / 4)
 
 
 def _keeps_an_index(node: Pipeline) -> bool:
