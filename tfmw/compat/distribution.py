@@ -12,7 +12,7 @@ themselves, which tfmw has sharded already.
 from __future__ import annotations
 
 import types
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 from keras.src.backend.tensorflow import distribution_lib as _of_backend
@@ -21,28 +21,13 @@ from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adap
 
 from tfmw.errors import UsageError
 
-
-class Backend(Protocol):
-    """The functions that Keras expects of its backend."""
-
-    def initialize(
-        self, job_addresses: str | None, num_processes: int | None, process_id: int | None
-    ) -> None:
-        """Joins the cluster."""
-
-    def num_processes(self) -> int:
-        """Number of processes."""
-
-    def process_id(self) -> int:
-        """Index of this process."""
-
-    def list_devices(self, device_type: str | None = None) -> list[str]:
-        """Names of the devices of all processes, such as "cpu:0"."""
+_ASKED = ("initialize", "num_processes", "process_id", "list_devices")
+"""The functions that Keras expects of its backend; see `tfmw.cluster.keras_distribution`."""
 
 
-def install(backend: Backend) -> None:
+def install(backend: types.ModuleType) -> None:
     """Makes Keras's functions ask `backend`."""
-    functions = {name: getattr(backend, name) for name in vars(Backend) if name[0] != "_"}
+    functions = {name: getattr(backend, name) for name in _ASKED}
     functions |= {
         "get_device_count": lambda device_type=None: len(backend.list_devices(device_type)),
         "distribute_tensor": lambda tensor, layout: tensor,

@@ -13,11 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmw.cluster.group import Group
 from tfmw.compat import datasets
 from tfmw.compat.graph import inputs_first
 from tfmw.compat.pipelines import REBUILDABLE, Pipeline
 from tfmw.compat.shuffles import ShuffleSeeds, has_known_states
-from tfmw.data.cache_files import own_file
 from tfmw.data.reshuffles import (
     SEED_INPUTS,
     Reshuffled,
@@ -227,9 +227,33 @@ def _use_own_caches(graph: Any, pipeline: Pipeline, order: SharedOrder) -> bool:
             memory.attr["value"].CopyFrom(memories[name_of(memory)].attr["value"])
         file = by_name[node.input[1].split(":")[0]].attr["value"].tensor
         file.string_val[:] = [
-            name and own_file(name.decode(), order.group).encode() for name in file.string_val
+            name and _own_file(name.decode(), order.group).encode() for name in file.string_val
         ]
     return bool(found)
+
+
+_begun: set[str] = set()  # files of caches that this process has written or read
+
+
+def _own_file(file: str, group: Group) -> str:
+    """This worker's file of a cache: two writers of one file fail. All workers must call it.
+
+    A user's file that is complete on all workers is read by all. Before the first use in a process,
+    the files of killed workers are removed. Files of several workers have the same order only if
+    all are complete.
+    """
+    own = f"{file}.worker-{group.rank}-of-{group.size}"
+    index, lock = f"{own}.index", f"{own}_0.lockfile"  # kernels/data/cache_dataset_ops.cc
+    complete = group.from_all([tf.io.gfile.exists(path) for path in (f"{file}.index", index)])
+    of_user, of_workers = (all(found) for found in zip(*complete, strict=True))
+    if of_user:
+        return file
+    if own not in _begun:
+        for left in (lock,) if of_workers else (lock, index):
+            if tf.io.gfile.exists(left):
+                tf.io.gfile.remove(left)
+    _begun.add(own)
+    return own
 
 
 # Positions of the cycle length and of the number of parallel calls in the inputs of an op, from

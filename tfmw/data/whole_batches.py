@@ -287,16 +287,11 @@ def _of_function(pipeline: Pipeline, sharding: Sharding) -> Shard:
     if sharding.replicas == 1:
         return of_one_replica(pipeline)
     if local_replicas == 1:
-        steps = map_elements(dataset, lambda batch: counted((batch,)))
+        steps = map_elements(dataset, lambda batch: ((batch,), examples_of(batch)[None]))
     else:
         batches = map_elements(dataset, lambda batch: (batch, examples_of(batch)))
         steps = _taken_together(batches, pipeline.spec, local_replicas)
     return with_unknown_totals(steps, pipeline.spec, sharding, None)
-
-
-def counted(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tf.Tensor]:
-    """(parts, int64 [L], the number of examples of each)."""
-    return parts, tf.stack([examples_of(part) for part in parts])
 
 
 def by_batches(pipeline: Pipeline, sharding: Sharding, size: int | None, read_ahead: bool) -> Shard:
