@@ -13,8 +13,9 @@ import tensorflow as tf
 from keras import ops
 
 from tfmw.compat.local_updates import replica_local_updates
-from tfmw.compat.losses import ReplicaWeight, weighting_losses
+from tfmw.compat.losses import ReplicaWeight
 from tfmw.compat.row_origins import Origin, joined, row_parts
+from tfmw.compat.step_hooks import weighting_losses
 from tfmw.train.mirrored.collectives.reduction import joined_parts
 
 TABLE = keras.Variable(np.arange(40, dtype="float32").reshape(20, 2))

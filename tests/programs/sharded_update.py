@@ -26,6 +26,7 @@ from tests.programs.several_devices import several_devices
 from tfmw.compat import local_updates, losses, models
 from tfmw.compat.kept import kept_with
 from tfmw.compat.local_updates import FUSED_UPDATE
+from tfmw.compat.step_hooks import weighting_losses
 from tfmw.train.mirrored import sharded_update
 from tfmw.train.mirrored.collectives import connection, listener, reduction, transports
 from tfmw.train.mirrored.sharded_update import ShardedUpdate
@@ -105,7 +106,7 @@ def updated(name: str, fused: str, shard: bool) -> dict[str, Any]:
     @tf.function(autograph=False)
     def step(grads: Any) -> None:
         def on_replica() -> None:
-            with losses.weighting_losses(weight):
+            with weighting_losses(weight):
                 optimizer.apply([tf.identity(g) for g in grads], weights)  # on a device
 
         strategy.run(on_replica)

@@ -300,4 +300,4 @@ HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     for name, replacement in _REPLACED.items()
     if name in vars(cls)  # TensorFlow wraps some methods in the subclass
 ]
-"""Methods and their replacements; see `losses._HOOKS`."""
+"""Methods and their replacements; see `step_hooks`."""

@@ -29,7 +29,6 @@ from tfmw.compat.dataflow.flow import (
     rules,
     tag_of,
     vector_flow,
-    without_axes,
 )
 from tfmw.compat.dataflow.shapes import size_of, with_sizes
 from tfmw.compat.graph import static_value
@@ -412,36 +411,6 @@ def _dynamic_partition(op: Any, inputs: list[Flow]) -> Any:
     return [Flow("rows", ((0, ("selected", f"{op.name}:{i}")),)) for i in range(len(op.outputs))]
 
 
-def _one_hot(op: Any, inputs: list[Flow]) -> Flow:
-    flow, rank = inputs[0], op.outputs[0].shape.rank
-    if flow.kind == "reduced":
-        return bad_flow("nonlinear", op, inputs)
-    if rank is None:
-        return without_axes(op, flow)
-    axis = op.get_attr("axis") % rank
-    out = flow.along((a + (a >= axis), label) for a, label in flow.axes)
-    if inputs[1].kind == "size":
-        out = with_sizes(op, out, [(axis, EXAMPLES)])
-        return out._replace(kind="size") if flow.kind != "rows" else out
-    return out
-
-
-def _diag(op: Any, inputs: list[Flow]) -> Flow:
-    flow, rank = inputs[0], op.inputs[0].shape.rank
-    if rank is None:
-        return without_axes(op, flow)
-    if op.type in ("Diag", "MatrixDiag", "MatrixDiagV2", "MatrixDiagV3"):
-        label = flow.label(rank - 1)
-        if label is None:
-            return flow.along(flow.axes)
-        return flow.along([*flow.axes, (rank, label)])._replace(origin=flow.origin or op)
-    first, second = flow.label(rank - 2), flow.label(rank - 1)
-    if first != second:
-        return bad_flow("compared" if flow.kind == "rows" else "unknown", op, [flow])
-    rest = [a for a in flow.axes if a[0] < rank - 1]
-    return flow.along(rest)._replace(origin=None)
-
-
 def _segments(op: Any, inputs: list[Flow]) -> Flow:
     data, ids = inputs[0], inputs[1]
     if has_total(inputs):
@@ -517,8 +486,6 @@ RULES = rules(
         "RandomShuffle": _shuffled,
         "Gather GatherV2 ResourceGather": _gather,
         "GatherNd ResourceGatherNd": _gather_nd,
-        "Diag MatrixDiag MatrixDiagV2 MatrixDiagV3": _diag,
-        "DiagPart MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3": _diag,
         "MatrixBandPart MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3": first_flow,
         "SegmentSum SegmentMean SegmentMax SegmentMin SegmentProd": _segments,
         "UnsortedSegmentSum UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd": _segments,
@@ -528,6 +495,5 @@ RULES = rules(
         "Unique UniqueV2 UniqueWithCounts UniqueWithCountsV2": _unique,
         "Where": _where,
         "DynamicPartition": _dynamic_partition,
-        "OneHot": _one_hot,
     }
 )

@@ -1,4 +1,4 @@
-"""Flows of operations on shapes and sizes, and of values created from a shape."""
+"""Flows of operations on shapes and sizes, of values created from a shape, and of diagonals."""
 
 from __future__ import annotations
 
@@ -320,6 +320,36 @@ def _tile(op: Any, inputs: list[Flow]) -> Flow:
     return with_sizes(op, flow.along(axes), added)
 
 
+def _one_hot(op: Any, inputs: list[Flow]) -> Flow:
+    flow, rank = inputs[0], op.outputs[0].shape.rank
+    if flow.kind == "reduced":
+        return bad_flow("nonlinear", op, inputs)
+    if rank is None:
+        return without_axes(op, flow)
+    axis = op.get_attr("axis") % rank
+    out = flow.along((a + (a >= axis), label) for a, label in flow.axes)
+    if inputs[1].kind == "size":
+        out = with_sizes(op, out, [(axis, EXAMPLES)])
+        return out._replace(kind="size") if flow.kind != "rows" else out
+    return out
+
+
+def _diag(op: Any, inputs: list[Flow]) -> Flow:
+    flow, rank = inputs[0], op.inputs[0].shape.rank
+    if rank is None:
+        return without_axes(op, flow)
+    if op.type in ("Diag", "MatrixDiag", "MatrixDiagV2", "MatrixDiagV3"):
+        label = flow.label(rank - 1)
+        if label is None:
+            return flow.along(flow.axes)
+        return flow.along([*flow.axes, (rank, label)])._replace(origin=flow.origin or op)
+    first, second = flow.label(rank - 2), flow.label(rank - 1)
+    if first != second:
+        return bad_flow("compared" if flow.kind == "rows" else "unknown", op, [flow])
+    rest = [a for a in flow.axes if a[0] < rank - 1]
+    return flow.along(rest)._replace(origin=None)
+
+
 def _pad(op: Any, inputs: list[Flow]) -> Flow:
     return joined_apart(op, [inputs[0], *(f._replace(axes=()) for f in inputs[2:])])
 
@@ -347,6 +377,9 @@ RULES = rules(
         "Fill": _fill,
         "Range": _range,
         "BroadcastTo": _broadcast_to,
+        "OneHot": _one_hot,
+        "Diag MatrixDiag MatrixDiagV2 MatrixDiagV3": _diag,
+        "DiagPart MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3": _diag,
         "Tile": _tile,
     }
 )

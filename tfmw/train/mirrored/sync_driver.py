@@ -45,6 +45,7 @@ from tfmw.compat.metric_variables import (
     metric_variables,
     recorded_assignments,
 )
+from tfmw.compat.step_hooks import weighting_losses
 from tfmw.data import examples_of, map_tensors, step_of
 from tfmw.observe.progress import report_alive
 from tfmw.observe.step_times import StepTimes
@@ -286,7 +287,7 @@ class SyncDriver:
             reduce=None if is_local else self.sync.reduced_slices,
             updated_by=self.sync.count_examples(local, rows, total) if kind.trains else total,
         )
-        with losses.weighting_losses(weight):
+        with weighting_losses(weight):
             if kind.uneven:
                 self._uneven_step(kind, batch, local, weight, averages)
             else:
