@@ -14,7 +14,7 @@ from tfmw.launcher.environment import task_environment
 from tfmw.launcher.process import TaskFiles
 from tfmw.launcher.run_status import RunStatus
 from tfmw.observe import goodput
-from tfmw.observe.goodput import OTHER, START, Account, Division, line
+from tfmw.observe.goodput import OTHER, START, Division, Stopwatch, line
 from tfmw.observe.step_times import StepTimes
 
 
@@ -32,11 +32,11 @@ class Clock:
         return self
 
 
-def kept(clock: Clock, division: Division | None = None) -> Account:
-    """The account of a task whose launcher began at the clock's time, or with a division."""
-    account = Account(clock)
-    account.resume(division or Division(at=clock()))
-    return account
+def kept(clock: Clock, division: Division | None = None) -> Stopwatch:
+    """The stopwatch of a task whose launcher began at the clock's time, or with a division."""
+    stopwatch = Stopwatch(clock)
+    stopwatch.resume(division or Division(at=clock()))
+    return stopwatch
 
 
 def parts(division: Division) -> dict[str, float]:
@@ -46,20 +46,20 @@ def parts(division: Division) -> dict[str, float]:
 
 def test_each_instant_counts_once_for_the_innermost_phase() -> None:
     clock = Clock()
-    account = kept(clock)
+    stopwatch = kept(clock)
     clock += 5.0
-    account.trains_from(0)
+    stopwatch.trains_from(0)
     clock += 1.0
-    with account.phase("steps"):
+    with stopwatch.phase("steps"):
         clock += 10.0
-        account.moved("data", 2.0)
-        with account.phase("backups"):
+        stopwatch.moved("data", 2.0)
+        with stopwatch.phase("backups"):
             clock += 3.0
         clock += 1.0
-    with account.phase("validation"), account.phase("compile"):
+    with stopwatch.phase("validation"), stopwatch.phase("compile"):
         clock += 4.0
     clock += 0.5
-    found = account.division()
+    found = stopwatch.division()
     assert parts(found) == {
         "steps": 9.0,
         "data": 2.0,
@@ -74,27 +74,27 @@ def test_each_instant_counts_once_for_the_innermost_phase() -> None:
 
 def test_steps_that_are_made_again_are_restarts() -> None:
     clock = Clock()
-    account = kept(clock)
-    account.trains_from(0)
-    with account.phase("steps"):
+    stopwatch = kept(clock)
+    stopwatch.trains_from(0)
+    with stopwatch.phase("steps"):
         for step in (4, 8, 12):
             clock += 4.0
-            account.step_done(step)
+            stopwatch.step_done(step)
         clock += 1.0  # within a step
-    found = Division.of(account.division().values())
+    found = Division.of(stopwatch.division().values())
     assert parts(found) == {"steps": 13.0}
     assert found.steps == 12
 
     clock += 7.0  # it was killed, and another one starts
-    account = kept(clock, found.before_a_restart())
+    stopwatch = kept(clock, found.before_a_restart())
     clock += 3.0
-    account.trains_from(6)
-    with account.phase("steps"):
+    stopwatch.trains_from(6)
+    with stopwatch.phase("steps"):
         for step in (10, 14):  # half of the second call is new
             clock += 4.0
-            account.step_done(step)
-    assert parts(account.division()) == {"steps": 15.0, "restarts": 16.0}
-    assert account.division().steps == 14
+            stopwatch.step_done(step)
+    assert parts(stopwatch.division()) == {"steps": 15.0, "restarts": 16.0}
+    assert stopwatch.division().steps == 14
 
 
 def test_a_training_that_is_done_is_not_made_again() -> None:
@@ -124,39 +124,39 @@ def test_a_training_that_is_done_is_not_made_again() -> None:
 
 def test_a_loop_of_the_users_own_makes_steps_between_its_reports() -> None:
     clock = Clock()
-    account = kept(clock)
+    stopwatch = kept(clock)
     for step in range(1, 4):
         clock += 2.0
-        account.step_done(step)
-    assert parts(account.division()) == {"start": 2.0, "steps": 4.0}
+        stopwatch.step_done(step)
+    assert parts(stopwatch.division()) == {"start": 2.0, "steps": 4.0}
 
-    account.trains_from(0)
-    account.step_done(0)  # a callback that only shows that it is alive
+    stopwatch.trains_from(0)
+    stopwatch.step_done(0)  # a callback that only shows that it is alive
     clock += 1.0
-    assert parts(account.division()) == {"start": 2.0, "steps": 4.0, "other": 1.0}
+    assert parts(stopwatch.division()) == {"start": 2.0, "steps": 4.0, "other": 1.0}
 
 
 def test_without_a_launcher_each_training_is_for_itself() -> None:
     clock = Clock()
-    account = Account(clock)
+    stopwatch = Stopwatch(clock)
     for _ in range(2):
         clock += 3600.0  # of thinking
-        account.trains_from(0)
-        with account.phase("steps"):
+        stopwatch.trains_from(0)
+        with stopwatch.phase("steps"):
             clock += 2.0
-            account.step_done(2)
-        assert parts(account.division()) == {"steps": 2.0}
+            stopwatch.step_done(2)
+        assert parts(stopwatch.division()) == {"steps": 2.0}
 
 
 def test_phases_of_other_threads_run_beside() -> None:
     clock = Clock()
-    account = kept(clock)
-    account.trains_from(0)
-    with account.phase("steps"):
+    stopwatch = kept(clock)
+    stopwatch.trains_from(0)
+    with stopwatch.phase("steps"):
         inside, leave = threading.Event(), threading.Event()
 
         def beside() -> None:
-            with account.phase("backups"):
+            with stopwatch.phase("backups"):
                 inside.set()
                 leave.wait()
 
@@ -166,7 +166,7 @@ def test_phases_of_other_threads_run_beside() -> None:
         clock += 2.0
         leave.set()
         thread.join()
-    assert parts(account.division()) == {"steps": 2.0}
+    assert parts(stopwatch.division()) == {"steps": 2.0}
 
 
 def of(at: float = 0.0, part: int = OTHER, **seconds: float) -> Division:
@@ -211,9 +211,9 @@ def test_time_after_the_last_report() -> None:
 
 def test_a_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    account = kept(clock)
-    monkeypatch.setattr(goodput, "spent", account.spent)
-    monkeypatch.setattr(goodput, "moved", account.moved)
+    stopwatch = kept(clock)
+    monkeypatch.setattr(goodput, "spent", stopwatch.spent)
+    monkeypatch.setattr(goodput, "moved", stopwatch.moved)
     times = StepTimes(clock=clock)
 
     def run(seconds: float, steps: int, input_s: float = 0.0, measured: bool = True) -> None:
@@ -221,16 +221,16 @@ def test_a_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
             clock.now += seconds
             call.steps, call.input_s, call.measured = steps, input_s, measured
 
-    account.trains_from(0)
-    with account.phase("steps"):
+    stopwatch.trains_from(0)
+    with stopwatch.phase("steps"):
         run(9.0, steps=0)  # of a validation
         run(5.0, steps=2, measured=False)
-        assert parts(account.division()) == {"steps": 9.0, "compile": 5.0}
-        assert "data" not in account.division().by_part()
+        assert parts(stopwatch.division()) == {"steps": 9.0, "compile": 5.0}
+        assert "data" not in stopwatch.division().by_part()
         run(4.0, steps=4, input_s=2.0)  # half a second a step, of the first call's two as well
-        assert parts(account.division()) == {"steps": 12.0, "data": 2.0, "compile": 4.0}
+        assert parts(stopwatch.division()) == {"steps": 12.0, "data": 2.0, "compile": 4.0}
         run(1.0, steps=4, input_s=1.5)  # by another clock
-    assert parts(account.division()) == {"steps": 12.0, "data": 3.0, "compile": 4.0}
+    assert parts(stopwatch.division()) == {"steps": 12.0, "data": 3.0, "compile": 4.0}
 
 
 class TestAClockThatJumps:
@@ -246,10 +246,10 @@ class TestAClockThatJumps:
         return happens
 
     def test_is_no_time_of_the_run(self, jump):
-        account = Account()
-        before = account.division()
+        stopwatch = Stopwatch()
+        before = stopwatch.division()
         jump()
-        after = account.division()
+        after = stopwatch.division()
         assert 0 <= sum(after.seconds) < 1800
         assert 0 <= after.at - before.at < 1800
         assert sum(before.until(goodput.now()).seconds) < 1800
@@ -260,9 +260,9 @@ class TestAClockThatJumps:
         jump()
         monkeypatch.setattr(goodput, "_zero", time.time() - time.monotonic())  # a task starts now
         monkeypatch.setenv(goodput.CLOCK_ZERO, environment[goodput.CLOCK_ZERO])
-        account = Account()
-        account.resume(began)
-        seconds = account.division().seconds
+        stopwatch = Stopwatch()
+        stopwatch.resume(began)
+        seconds = stopwatch.division().seconds
         assert 0 <= sum(seconds) < 1800
 
     def test_tfmw_status_has_the_clock_of_the_run(self, jump, monkeypatch, tmp_path):

@@ -101,12 +101,12 @@ class _Rest:
             left = max(node.count - position, 0) if node.count >= 0 else -1
             return node.input, position, lambda below: below.take(left)
         if node.kind == "skip":
-            return node.input, position + node.count, _unchanged
+            return node.input, position + node.count, _as_it_is
         if node.kind == "shard":
             shards, index = node.shards
             return node.input, position * shards, lambda below: below.shard(shards, index)
         if node.is_memory_cache and _shuffles_below(node) == []:
-            return node.input, position, _unchanged
+            return node.input, position, _as_it_is
         if node.kind == "concatenate":
             first, second = node.inputs
             length = self._length(first)
@@ -114,7 +114,7 @@ class _Rest:
                 if position < length:
                     return first, position, lambda below: below.concatenate(second.dataset)
                 if _shuffles_below(first) == []:  # a shuffle in it would have begun a pass
-                    return second, position - length, _unchanged
+                    return second, position - length, _as_it_is
         if node.kind == "repeat":
             length, shuffles = self._length(node.input), _shuffles_below(node.input)
             if length not in (None, INFINITE, 0) and shuffles is not None:
@@ -135,7 +135,7 @@ class _Rest:
         if not rest:
             return below, 0, lambda whole: whole.repeat(left)
         if left == 1:
-            return below, rest, _unchanged
+            return below, rest, _as_it_is
         later = below.dataset.repeat(left - 1 if left >= 0 else -1)
         return below, rest, lambda first: first.concatenate(later)
 
@@ -241,7 +241,7 @@ def _is_behind(node: Pipeline, position: int) -> bool:
     return node.length not in (None, INFINITE) and position >= node.length
 
 
-def _unchanged(rest: tf.data.Dataset) -> tf.data.Dataset:
+def _as_it_is(rest: tf.data.Dataset) -> tf.data.Dataset:
     return rest
 
 

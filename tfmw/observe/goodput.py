@@ -127,7 +127,7 @@ def line(by_task: Mapping[str, Division]) -> str | None:
     return f"{text}; {slowest} waited {waited:.1f} s for data"
 
 
-class Account:
+class Stopwatch:
     """The current division of this process; `clock` is that of `now`."""
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
@@ -219,11 +219,11 @@ class Account:
         return seconds
 
 
-account = Account()
-"""The account of this process."""
+stopwatch = Stopwatch()
+"""The stopwatch of this process."""
 
-phase, trains_from, division = account.phase, account.trains_from, account.division
-spent, moved = account.spent, account.moved
+phase, trains_from, division = stopwatch.phase, stopwatch.trains_from, stopwatch.division
+spent, moved = stopwatch.spent, stopwatch.moved
 
 
 def began() -> float:

@@ -106,7 +106,7 @@ class _Reporter:
         if path:
             with contextlib.suppress(OSError, struct.error):
                 self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                goodput.account.resume(
+                goodput.stopwatch.resume(
                     Progress.unpacked(os.pread(self._file, _LAYOUT.size, 0)).division
                 )
 
@@ -124,7 +124,7 @@ def report_progress(step: int) -> None:
         step: training steps done so far, from the start of the training, at least 0.
     """
     if step >= 0:
-        goodput.account.step_done(step)
+        goodput.stopwatch.step_done(step)
     _reporter.report(step)
     recorder.steps_done(step)
     tracing.at_step(step)

@@ -81,7 +81,7 @@ class FitArguments:
                 '"auto".'
             )
 
-    def limited(self) -> FitArguments:
+    def within_limits(self) -> FitArguments:
         """These arguments with at most the epochs and steps that `keras.config` allows."""
         max_epochs, _ = models.limits_for_debugging()
         epochs = self.epochs

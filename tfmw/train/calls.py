@@ -134,7 +134,7 @@ def fit(
         backup_dir=backup_dir, backup_every=backup_every, export_dir=export_dir, seed=seed,
         gradient_compression=gradient_compression, precision=precision,
         shard_optimizer=shard_optimizer, split_batch=split_batch, sync=sync, given=given(),
-    ).limited()  # fmt: skip
+    ).within_limits()  # fmt: skip
     settings_of(arguments)
     if os.environ.get(BACKUP_DIR) and arguments.backup is None and not is_within_call():
         raise UsageError(

@@ -62,7 +62,7 @@ class Plan:
     element_spec: Any = None
 
     def __init__(self, arguments: FitArguments):
-        self._arguments = arguments.limited().split()
+        self._arguments = arguments.within_limits().split()
         self._context = FitContext.of(arguments.model, arguments.strategy, "fit")
         self._servers = strategies.servers_of(self._context.strategy)
         self._sync = settings_of(arguments)

@@ -272,7 +272,7 @@ class OnUnplacedModel:
     ):
         self.callbacks: list[Any] = callback_list.callbacks
         self.of_keras = callback_list
-        self._ordinary_model = unplaced_model
+        self._unplaced_model = unplaced_model
 
     def __getattr__(self, hook: str) -> Callable[..., None]:
         method: Callable[..., None] = getattr(self.of_keras, hook)
@@ -280,7 +280,7 @@ class OnUnplacedModel:
             return method
 
         def run(*arguments: Any, **named: Any) -> None:
-            with self._ordinary_model(hook != "on_train_batch_begin"):
+            with self._unplaced_model(hook != "on_train_batch_begin"):
                 method(*arguments, **named)
 
         return run
