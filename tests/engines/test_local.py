@@ -101,7 +101,7 @@ def functional():
 def test_unpacked_model_equals_the_packed_one(make):
     model = compiled(make())
     model.fit(X, Y, verbose=0, batch_size=32)
-    arrived = pickling.rebuilt(call.loads(pickling.pack(model)))
+    arrived = pickling.rebuilt(call.loads(pickling.Packer().dump(model)))
     np.testing.assert_array_equal(arrived.predict(X, verbose=0), model.predict(X, verbose=0))
     going_on = [
         m.fit(X, Y, epochs=2, batch_size=32, shuffle=False, verbose=0).history["loss"]
@@ -115,7 +115,7 @@ def test_unpacked_model_equals_the_packed_one(make):
 def test_functional_subclass_unpacks_in_a_new_process(tmp_path):
     model = compiled(Classifier(2))
     model.fit(X, Y, verbose=0)  # builds the optimizer, as tfmw.fit does first
-    (tmp_path / "parcel").write_bytes(pickling.pack(model))
+    (tmp_path / "parcel").write_bytes(pickling.Packer().dump(model))
     code = """
 import sys, numpy, tfmw
 from tfmw.train.checkpoint import state
@@ -145,7 +145,7 @@ def test_large_arrays_are_not_copied_into_the_pickle(monkeypatch):
     monkeypatch.setattr(call, "LARGE", 1000)
     sent = {"x": X, "y": Y[:10], "model": compiled(keras.Sequential([keras.layers.Dense(2)]))}
     large: list[pickle.PickleBuffer] = []
-    packed = pickling.pack(sent, large)
+    packed = pickling.Packer(call.apart(large)).dump(sent)
     payload = call.pack(print, (packed, large))
     assert [len(part) for part in payload[1:]] == [X.nbytes]
     assert np.shares_memory(np.frombuffer(payload[1], np.uint8), X)
@@ -199,7 +199,7 @@ def test_unpicklable_arguments_are_refused_with_an_alternative(monkeypatch):
             tfmw.fit(model, x, workers=2)
     table = compiled(keras.Sequential([keras.layers.StringLookup(vocabulary=["a"])]))
     with pytest.raises(UsageError, match=r"cannot be sent to other processes.*pass callables"):
-        pickling.pack(table)
+        pickling.Packer().dump(table)
     with pytest.raises(UsageError, match=r"received workers=0: expected a number of processes"):
         tfmw.fit(model, dataset.batch(32), workers=0)
 

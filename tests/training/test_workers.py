@@ -148,7 +148,7 @@ def test_every_change_of_a_model_reaches_workers_that_stay(here, change):
     model = made()
     trained(here, model)
     change(model)
-    twin = pickling.rebuilt(call.loads(pickling.pack(model)))
+    twin = pickling.rebuilt(call.loads(pickling.Packer().dump(model)))
     found = trained(here, model)
     assert (last(here).model is None) == (change is set_values)
     with tfmw.Workers(1) as new:

@@ -1,7 +1,7 @@
 """Pickles of Keras models for child processes of this one.
 
-    packed = pack((model, settings), large)          # bytes; large arrays go into the list
-    model, settings = call.loads(packed, large)      # in a child process
+    packed = Packer().dump((model, settings))
+    model, settings = call.loads(packed)             # in a child process
     rebuilt(model)
 
 Keras's own archive needs a `get_config` and registered classes, which models of a notebook often
@@ -30,20 +30,6 @@ from tfmw.launcher import call
 
 # Errors of objects that cannot be pickled; OpError: for example a layer's lookup table.
 _REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError, tf.errors.OpError)
-
-
-def pack(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
-    """Pickles a structure of models, data and settings.
-
-    Args:
-        value: the structure.
-        large: list for the arrays that are too large to be copied into the pickle; None: all are
-            copied.
-
-    Raises:
-        UsageError: an object in it cannot be pickled, or cloudpickle is not installed.
-    """
-    return Packer(None if large is None else call.apart(large)).dump(value)
 
 
 class Packer:
