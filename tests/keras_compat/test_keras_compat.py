@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw import UsageError, compat
+from tests.keras_compat.private_names import missing_names
+from tfmw import UsageError
 from tfmw.compat import (
     datasets,
     metric_variables,
@@ -31,12 +32,12 @@ PRIVATE = re.compile(
 
 
 def test_every_private_name_exists() -> None:
-    assert compat.missing_names() == []
+    assert missing_names() == []
 
 
 def test_missing_private_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("keras.src.losses.loss.apply_mask")
-    assert compat.missing_names() == ["keras.src.losses.loss.apply_mask"]
+    assert missing_names() == ["keras.src.losses.loss.apply_mask"]
 
 
 def test_setting_the_seed_again_is_detected() -> None:

@@ -296,12 +296,3 @@ def slowest_stage(iterator: Any) -> tuple[str, float] | None:
             seconds = node.processing_time / 1e9 / elements / max([1.0, *threads])
             found[name] = max(found.get(name, 0.0), seconds)
     return max(found.items(), key=lambda pair: pair[1], default=None)
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (cache_op, "CacheDataset"),
-    (gen_dataset_ops, "dummy_seed_generator"),
-    (global_state, "get_global_attribute"),
-    (_tf_config, "is_op_determinism_enabled"),
-    (iterator_model_ops, "get_model_proto"),
-]

@@ -61,9 +61,3 @@ def is_sharded_by_user() -> bool:
     shards = getattr(distribution, "_auto_shard_dataset", True)  # Keras 3.8 has no property
     processes = getattr(_of_backend, "num_processes", lambda: 1)  # there is none before `install`
     return distribution is not None and not shards and processes() > 1
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (_of_backend, "list_devices"),
-    (_data_adapters, "distribution_lib"),
-]

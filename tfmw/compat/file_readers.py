@@ -151,10 +151,3 @@ def _records_of(dataset: Any) -> tuple[tf.Tensor, str, int, list[tf.data.Dataset
     if type(source) is not from_tensor_slices_op._TensorSliceDataset:
         return None
     return source._tensors[0], kind, skip, maps[::-1]
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (from_tensor_slices_op, "_TensorSliceDataset"),
-    (readers, "_TFRecordDataset"),
-    (readers, "_TextLineDataset"),
-]

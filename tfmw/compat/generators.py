@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.ops import dataset_ops, flat_map_op
+from tensorflow.python.data.ops import flat_map_op
 from tensorflow.python.data.util import structure
 from tensorflow.python.ops import script_ops
 
@@ -82,12 +82,3 @@ def _watch(name: str, spec: Any, number: int, note: Callable[[], Any]) -> None:
         else:
             holder._func = watched
     watchers[:] = [each for each in watchers if each[1]() is not None] + [(number, note)]
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (flat_map_op, "_FlatMapDataset"),
-    (dataset_ops.DatasetV2, "_functions"),
-    (structure, "from_tensor_list"),
-    (script_ops, "EagerFunc"),
-    (script_ops, "_py_funcs"),
-]

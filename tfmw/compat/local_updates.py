@@ -20,7 +20,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import base_optimizer
@@ -41,7 +40,7 @@ MIN_BYTES = 4 << 20
 
 # In TFOptimizer these methods reduce gradients or update through the strategy. In the base class
 # they update the variables of the current replica.
-_CROSS_REPLICA_METHODS = (
+CROSS_REPLICA_METHODS = (
     "_backend_update_step",
     "_apply_weight_decay",
     "_backend_increment_gradient_accumulators",
@@ -67,7 +66,7 @@ def _install_local_updates() -> None:
 
         return method
 
-    for name in _CROSS_REPLICA_METHODS:
+    for name in CROSS_REPLICA_METHODS:
         keras_method = getattr(tf_optimizer.TFOptimizer, name)
         local = getattr(base_optimizer.BaseOptimizer, name)
         setattr(tf_optimizer.TFOptimizer, name, choosing(keras_method, local))
@@ -254,10 +253,3 @@ def fuses(optimizer: Any, variables: list[Any]) -> bool:
         return False
     size = sum(v.shape.num_elements() * v.dtype.size for v in values)
     return choice == "on" or size >= MIN_BYTES
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (keras.optimizers.LossScaleOptimizer, "_tf_apply"),
-    (keras.optimizers.LossScaleOptimizer, "_common_apply"),
-    *[(base_optimizer.BaseOptimizer, name) for name in _CROSS_REPLICA_METHODS],
-]

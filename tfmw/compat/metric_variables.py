@@ -24,7 +24,7 @@ import tensorflow as tf
 from tfmw.compat.assigned_weights import increment, reading_operations
 from tfmw.compat.graph import ancestors, is_symbolic
 from tfmw.compat.losses import ReplicaWeight, current_weight
-from tfmw.compat.objects import Trainer, contains, overridden, unique
+from tfmw.compat.objects import contains, overridden, unique
 from tfmw.errors import UsageError
 
 _collecting = threading.local()
@@ -235,12 +235,6 @@ def _correct(metric: Any, updates: list[tuple[Any, Any]], weight: ReplicaWeight)
     for variable, added in once:
         much = added * tf.cast(1 - weight.fraction, added.dtype)
         variable.assign(variable.value - tf.cast(much, variable.dtype))
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (Trainer, "_flatten_metrics_in_order"),
-    (keras.Variable, "_direct_assign"),
-]
 
 
 def python_logs(logs: Mapping[str, Any]) -> dict[str, Any]:

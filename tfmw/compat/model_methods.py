@@ -384,8 +384,3 @@ def _install() -> None:
 
 
 _install()
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    *((Trainer, name) for name in METHODS),
-    *((getattr(Trainer, name), "__wrapped__") for name in ("fit", "evaluate", "predict")),
-]

@@ -294,15 +294,3 @@ def has_synchronized_batch_norm(model: keras.Model) -> bool:
     """Whether a layer of the model is a BatchNormalization over all replicas."""
     norms = (x for x in layers_of(model) if isinstance(x, keras.layers.BatchNormalization))
     return any(layer.synchronized for layer in norms)
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (Trainer, "_symbolic_build"),
-    (Trainer, "_should_eval"),
-    (keras.Model, "_flatten_layers"),
-    (keras.optimizers.Optimizer, "_backend_apply_gradients"),
-    (data_adapter_utils, "class_weight_to_sample_weights"),
-    (seed_generator, "global_seed_generator"),
-    (seed_generator, "make_default_seed"),
-    (resource_variable_ops, "ResourceVariable"),
-]

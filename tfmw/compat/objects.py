@@ -136,8 +136,8 @@ def reduced(part: Any) -> tuple[Any, ...] | None:
 
 def saveable_state(part: Any) -> dict[str, Any]:
     """Attributes of a layer, model or similar object, without compiled functions."""
-    left_out = ("train_function", "test_function", "predict_function")
-    state = {k: None if k in left_out else v for k, v in _own_state(part).items()}
+    functions = ("train_function", "test_function", "predict_function")
+    state = {k: None if k in functions else v for k, v in _own_state(part).items()}
     if isinstance(part, keras.Model):  # Keras sets these at the start of a call
         flags = dict.fromkeys(("stop_training", "stop_evaluating", "stop_predicting"), False)
         of_call: dict[str, Any] = {**flags, "history": None}

@@ -16,7 +16,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
@@ -239,9 +238,3 @@ def _state_of(optimizer: Any) -> list[tuple[str, list[Any]]]:
         for each in with_inner_optimizers(optimizer)
         for name, slots in slot_lists(each)
     ]
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (keras.optimizers.Optimizer, "_clip_gradients"),
-    (keras.optimizers.Optimizer, "_get_variable_index"),
-]

@@ -209,11 +209,3 @@ def updates_rows_alone(optimizer: Any) -> bool:
     if type(optimizer) is keras.optimizers.SGD:
         return not optimizer.momentum
     return type(optimizer) is keras.optimizers.Adagrad and not optimizer.weight_decay
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (keras.optimizers.Optimizer, "_var_key"),
-    (keras.optimizers.Optimizer, "_get_current_learning_rate"),
-    (keras.optimizers.Optimizer, "_use_weight_decay"),
-    (keras.optimizers.LossScaleOptimizer, "check_finite"),
-]

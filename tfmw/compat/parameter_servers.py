@@ -283,14 +283,3 @@ def _per_worker(coordinator: Any, makers: Sequence[Callable[[], Any]], spec: Any
         values.append(worker.create_resource(make))
         values[-1]._type_spec = spec
     return _coordinator_values.PerWorkerValues(tuple(values))
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (_record, "record_operation"),
-    (_resource_variables, "variable_accessed"),
-    (_record, "stop_recording"),
-    (_iterator_ops, "IteratorSpec"),
-    (_coordinator_values, "PerWorkerValues"),
-    (_cancellation.CancellationManager, "get_cancelable_function"),
-    (_cluster_coordinator, "_is_worker_failure"),
-]

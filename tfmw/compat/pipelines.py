@@ -431,11 +431,3 @@ def without_devices(dataset: tf.data.Dataset) -> tf.data.Dataset:
     node = Pipeline.of(dataset).beneath(SAME).dataset
     copies = isinstance(node, prefetching_ops._CopyToDeviceDataset)
     return without_devices(node._input_dataset) if copies else dataset
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (prefetching_ops, "_CopyToDeviceDataset"),
-    (shuffle_ops, "_ShuffleAndRepeatDataset"),
-    (dataset_ops.DatasetV2, "_inputs"),
-    (dataset_ops.DatasetV2, "_functions"),
-]

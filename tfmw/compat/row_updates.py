@@ -155,8 +155,3 @@ def counts_of_all_replicas(ids: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor
     shape = tf.constant([tf.int64.max], tf.int64)  # the op requires a shape; any id is possible
     gathered = weight.gather(tf.IndexedSlices(counts, ids, shape))
     return gathered.indices, gathered.values
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (_tf_optimizer.TFOptimizer, "add_variable_from_reference"),
-]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
@@ -131,14 +130,3 @@ def coordination_barrier(name: str, timeout_s: float) -> None:
 def coordination_report_error(message: str) -> None:
     """Fails every task of the cluster with `message`, in a fraction of a second."""
     _context.context().report_error_to_cluster(tf.errors.INTERNAL, printable(message))
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (_context.Context, "configure_coordination_service"),
-    (_context.Context, "set_config_key_value"),
-    (_context.Context, "get_config_key_value"),
-    (_context.Context, "delete_config_key_value"),
-    (_context.Context, "wait_at_barrier"),
-    (_context.Context, "report_error_to_cluster"),
-    (tf.distribute.MirroredStrategy, "_collective_key_base"),
-]

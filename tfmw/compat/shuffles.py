@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import tensor_pb2
-from tensorflow.python.data.ops import iterator_ops
 
 from tfmw.compat import datasets
 from tfmw.errors import UsageError
@@ -262,9 +261,3 @@ def _variant(scalar: tf.Tensor) -> Any:
     content = _proto(scalar).tensor_content
     begin = next(i for i, byte in enumerate(content) if byte < 0x80) + 1
     return tensor_pb2.VariantTensorDataProto.FromString(content[begin:])
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (iterator_ops.OwnedIterator, "_create_iterator"),  # this method sets _iterator_resource
-    (tf.data.Dataset, "_variant_tensor"),
-]

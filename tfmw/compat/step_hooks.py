@@ -47,7 +47,7 @@ def weighting_losses(weight: ReplicaWeight | None) -> Iterator[None]:
 @functools.cache
 def _install_hooks() -> None:
     """Replaces functions of Keras and TensorFlow with ones that apply `current_weight()`."""
-    for owner, name, replacement in _HOOKS:
+    for owner, name, replacement in HOOKS:
         setattr(owner, name, _hooked(getattr(owner, name), replacement))
 
 
@@ -343,7 +343,7 @@ _NN = (tf.nn, tf.compat.v1.nn, tf.compat.v2.nn)
 
 _SPARSE_LOOKUPS = ("embedding_lookup_sparse", "safe_embedding_lookup_sparse")
 
-_HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
+HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     # Replicas are weighted by this module's rule, not by Keras's division by their number.
     (loss_module, "scale_loss_for_distribution", lambda weight, keras_scale, value: value),
     (loss_module, "unscale_loss_for_distribution", _unscale),
@@ -374,10 +374,3 @@ _HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     *assigned_weights.HOOKS,
 ]
 """(owner, name of a function, its replacement; see `_hooked`)."""
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    *[(owner, name) for owner, name, _ in _HOOKS],
-    (BaseTrainer, "_aggregate_additional_loss"),
-    (keras.optimizers.Optimizer, "scale_loss"),
-]

@@ -41,7 +41,7 @@ _GROUP = 4  # a group of 4 elements of 4 bytes, or of 2 of 8, begins at a counte
 # Number of counters for so many bytes of a draw: one for 128 bits. Truncated normals reject values,
 # so 64 are reserved for each element: tensorflow/core/kernels/random_op_cpu.h,
 # FillPhiloxRandomTask.
-_COUNTERS: dict[str, Callable[[int, int], int]] = {
+COUNTERS: dict[str, Callable[[int, int], int]] = {
     "stateless_random_uniform_v2": lambda elements, size: elements * size // 16,
     "stateless_random_normal_v2": lambda elements, size: elements * size // 16,
     "stateless_truncated_normal_v2": lambda elements, size: elements * 64,
@@ -284,11 +284,11 @@ def _drawing_rows(shape: list[int], start: int, stop: int) -> Iterator[None]:
         def drawn(whole: Any, **options: Any) -> tf.Tensor:
             if threading.get_ident() != thread or list(np.asarray(whole)) != shape:
                 return draw(whole, **options)
-            return _draw_rows(draw, _COUNTERS[name], shape, start, stop, options)
+            return _draw_rows(draw, COUNTERS[name], shape, start, stop, options)
 
         return drawn
 
-    with overridden([(_draws, name, rows_only(name)) for name in _COUNTERS]):
+    with overridden([(_draws, name, rows_only(name)) for name in COUNTERS]):
         yield
 
 
@@ -314,11 +314,3 @@ def _draw_rows(
     options = {**options, "counter": tf.constant(parts)}
     values = draw([stop * width - first], **options)
     return tf.reshape(values[start * width - first :], [stop - start, *shape[1:]])
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (_core.Variable, "_initialize_with_initializer"),
-    (_numpy, "take"),
-    (_resource_variables, "_variable_handle_from_shape_and_dtype"),
-    *[(_draws, name) for name in _COUNTERS],
-]

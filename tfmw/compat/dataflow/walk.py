@@ -333,6 +333,3 @@ def _only_value(op: Any) -> Any:
 
 
 _RULES: dict[str, Rule] = {**arithmetic.RULES, **shapes.RULES, **parts.RULES}
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [(tf.Graph, "_get_function")]
