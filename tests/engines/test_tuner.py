@@ -22,7 +22,7 @@ Y = X.sum(axis=1, keepdims=True)
 class Regressor(keras_tuner.HyperModel):
     """A small network; trained by tfmw on `workers` processes, or by Keras."""
 
-    def __init__(self, workers: int | None, killed: Path | None = None) -> None:
+    def __init__(self, workers: int | tfmw.Workers | None, killed: Path | None = None) -> None:
         super().__init__()
         self.workers = workers
         self.killed = killed
@@ -44,7 +44,7 @@ class Regressor(keras_tuner.HyperModel):
         return tfmw.fit(model, *args, workers=self.workers, **kwargs)
 
 
-def searched(workers: int | None, folder: Path, **options: Any) -> keras_tuner.Tuner:
+def searched(workers: int | tfmw.Workers | None, folder: Path, **options: Any) -> keras_tuner.Tuner:
     killed = folder if options else None
     tuner = keras_tuner.RandomSearch(
         Regressor(workers, killed),
@@ -75,6 +75,9 @@ def test_trials_have_the_scores_and_the_weights_of_one_process(tmp_path, monkeyp
     np.testing.assert_allclose(best.evaluate(X, Y, verbose=0), min(expected.values()), rtol=1e-5)
     # The checkpoint of a trial has one writer, and nothing is reported of the others.
     assert "[worker" not in "".join(capfd.readouterr())
+    with tfmw.Workers(2) as stay:
+        kept = [t.score for t in searched(stay, tmp_path).oracle.trials.values()]
+    np.testing.assert_allclose(kept, list(expected.values()), rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of KerasTuner and h5py

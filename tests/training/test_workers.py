@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import signal
@@ -190,6 +191,15 @@ def test_arguments_refer_to_the_parts_of_a_kept_model(here):
         trained(here, model, callbacks=[Reads(model.hidden, array)])
     assert last(here).model is None
     assert last(here).arguments.arrays[-1][1] is None, "the array is not sent again"
+
+
+def test_what_is_sent_may_refer_to_the_workers(here):
+    """A tuner's callback holds the model's builder, which holds the workers."""
+    assert copy.deepcopy([here])[0] is here
+    there = pickle.loads(pickle.dumps(here))
+    with pytest.raises(tfmw.UsageError, match="these workers are closed"):
+        there.predict(made(), X)
+    there.close()
 
 
 def test_a_changed_array_is_sent(here):

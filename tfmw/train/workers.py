@@ -71,6 +71,15 @@ class Workers:
     def __repr__(self) -> str:
         return f"Workers({self._count})"
 
+    def __copy__(self) -> Workers:
+        return self  # tuners copy what holds their workers
+
+    def __deepcopy__(self, memo: Any) -> Workers:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _closed, (self._count,)  # in the workers, where a callback may refer to them
+
     def __enter__(self) -> Workers:
         return self
 
@@ -162,6 +171,14 @@ def for_one_call(workers: int) -> Workers:
     """Workers to which all is sent, as they keep nothing."""
     made = Workers(workers)
     made._requests = Requests(keeps=False)
+    return made
+
+
+def _closed(workers: int) -> Workers:
+    """Workers whose calls raise an error, as they are in another process."""
+    made = Workers.__new__(Workers)
+    made._count, made._closed, made._one_call = workers, True, threading.RLock()
+    made._end = weakref.finalize(made, int)  # nothing to end
     return made
 
 
