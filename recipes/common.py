@@ -30,7 +30,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string(
     "strategy", "auto", "Strategy: auto, or another value of tfmw.init(strategy=...)."
 )
-flags.DEFINE_string("collectives", "auto", "All-reduce of gradients: auto, tfmw, ring or nccl.")
+flags.DEFINE_string("collectives", "auto", "All-reduce of gradients: auto, tfmw, grpc or nccl.")
 flags.DEFINE_integer("epochs", 12, "Epochs over the training data.", lower_bound=1)
 flags.DEFINE_integer("max_steps", None, "Stop after this many global batches.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 64, "Examples in a global batch, over all workers.", 1)

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
+from tfmw.cluster.joining import require_collectives
 from tfmw.compat import model_methods, models
 from tfmw.errors import UsageError
 from tfmw.train.checkpoint import resume
@@ -73,7 +74,7 @@ CASES = {
     ),
     "unknown collectives": (
         lambda: tfmw.init(collectives="mpi"),
-        r"unknown collectives 'mpi': expected one of 'auto', 'tfmw', 'ring', 'nccl'",
+        r"unknown collectives 'mpi': expected one of 'auto', 'tfmw', 'grpc', 'nccl'",
     ),
     "NCCL without GPUs": (
         lambda: tfmw.strategies.multi_worker_mirrored("nccl"),
@@ -264,3 +265,8 @@ def test_a_backup_of_parameter_servers_is_refused_in_synchronous_training(tmp_pa
         tfmw.fit(compiled_model(), batches(), verbose=0, callbacks=[backup])
     with pytest.raises(UsageError, match=r"the backup is of a training on parameter servers, and"):
         tfmw.fit(compiled_model(), batches(), epochs=2, verbose=0, callbacks=[backup])
+
+
+def test_the_former_name_of_a_transport_warns_and_works() -> None:
+    with pytest.warns(FutureWarning, match='collectives="ring" is now "grpc"'):
+        assert require_collectives("ring") == "grpc"

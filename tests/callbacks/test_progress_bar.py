@@ -61,7 +61,7 @@ NO_NOTICES = [
 ]
 
 
-# Output of the survivors of collectives="ring" once a worker is killed, with TensorFlow 2.21.0.
+# Output of the survivors of collectives="grpc" once a worker is killed, with TensorFlow 2.21.0.
 ECHO = """\
 E0000 00:00:1795322305.180684    2442 ring_alg.cc:291] Aborting RingReduce with UNAVAILABLE: \
 recvmsg:Connection reset by peer

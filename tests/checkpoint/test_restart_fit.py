@@ -119,7 +119,7 @@ def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tm
             kill(pid)
 
     options = ["--max-restarts", "2", "--log-dir", str(tmp_path / "logs")]
-    arguments = ["--collectives=ring", "--backup_every=continuous"]
+    arguments = ["--collectives=grpc", "--backup_every=continuous"]
     done = train(tmp_path, disturb, *options, arguments=arguments)
     assert_same(done, undisturbed)
     assert done.restarts == 2
@@ -141,7 +141,7 @@ def test_backups_in_a_bucket(undisturbed, tmp_path, monkeypatch):
                 kill(pid)
 
         options = ["--max-restarts", "3", "--isolate", "off"]
-        arguments = ["--collectives=ring", "--backup_every=3 steps"]
+        arguments = ["--collectives=grpc", "--backup_every=3 steps"]
         url = f"{server.url}/run7"
         done = train(tmp_path, disturb, *options, arguments=arguments, backup_dir=url)
         assert_complete(url)
@@ -170,7 +170,7 @@ def test_follow_up_errors_of_a_lost_worker_are_only_in_the_log(tmp_path):
     # Without a restart that waits for it, the survivor has the time to speak before it leaves. It
     # waits in a collective then: work between this step and the next needs no other worker.
     options = ["--log-dir", str(tmp_path / "logs")]
-    arguments = ["--collectives=ring", "--die=1:step:6"]
+    arguments = ["--collectives=grpc", "--die=1:step:6"]
     done = train(tmp_path, lambda *_: None, *options, arguments=arguments)
     assert "tfmw: worker 1 failed" in done.output.splitlines()[-1]
     assert_only_in_logs(OF_THE_GONE, done, tmp_path / "logs")

@@ -19,7 +19,7 @@ def line_of(text: str) -> int:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("collectives", ["auto", pytest.param("ring", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("collectives", ["auto", pytest.param("grpc", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("what", "call", "line"),
     [("evaluate", "evaluate", "# only here"), ("exit", "fit", "callbacks=callbacks")],

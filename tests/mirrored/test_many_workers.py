@@ -95,7 +95,7 @@ def test_512_workers_have_each_a_part_of_a_sum(machines: int) -> None:
     between = [[group[place] for group in groups] for place in range(len(groups[0]))]
 
     def of(ranks: Sequence[int], rank: int) -> ring.Ring:
-        return ring.Ring(ranks.index(rank), ranks, link, link, lambda rank: None, None)  # type: ignore[arg-type]
+        return ring.Ring(ranks.index(rank), ranks, link, link, None)  # type: ignore[arg-type]
 
     workers = {
         rank: hierarchy.HierarchicalRing(groups, rank, of(groups[m], rank), of(between[p], rank))

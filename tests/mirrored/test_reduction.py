@@ -107,7 +107,7 @@ class TestOverRing:
             seen.append(list(mine))
             return [np.concatenate([array, array]) for array in mine]
 
-        ring = types.SimpleNamespace(sum=total, gather=gather, size=1, rank=0)
+        ring = types.SimpleNamespace(sum=total, gather=gather, size=1, rank=0, turn=None)
         monkeypatch.setattr(transports, "ring_of", lambda strategy: ring)
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=100)
         monkeypatch.setattr(membership, "reduction_options", lambda strategy: options)

@@ -24,7 +24,7 @@ def shared_by(*names: str, **settings: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def two_workers() -> Any:
-    return shared_by(*OF_WORKERS, ROUNDED, WORKERS=2, COLLECTIVES="ring")
+    return shared_by(*OF_WORKERS, ROUNDED, WORKERS=2, COLLECTIVES="grpc")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_each_device_holds_its_part_of_the_slots_alone(two_devices: Any) -> None
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_workers_with_two_devices_each_share_it_to_the_last_bit(workers: int) -> None:
     names = ["constraint", "sparse", "between steps", "16 bits"]
-    run = shared_by(*names, WORKERS=workers, COLLECTIVES="ring", DEVICES="2")
+    run = shared_by(*names, WORKERS=workers, COLLECTIVES="grpc", DEVICES="2")
     for name in names:
         assert_same(run, name, replicas=2 * workers)
 
@@ -86,6 +86,6 @@ def test_workers_with_two_devices_each_share_it_to_the_last_bit(workers: int) ->
 def test_three_workers_share_all_kinds_of_optimizers_to_the_last_bit() -> None:
     names = ["AdamW | on", "Nadam | off", "clipnorm | on", "Adafactor | off", "loss scaling | on"]
     names += ["average of weights | off", "accumulated gradients | on", "compiled model"]
-    run = shared_by(*names, WORKERS=3, COLLECTIVES="ring")
+    run = shared_by(*names, WORKERS=3, COLLECTIVES="grpc")
     for name in names:
         assert_same(run, name, replicas=3)

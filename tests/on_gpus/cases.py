@@ -139,7 +139,7 @@ def main(kind: str, names: list[str]) -> int:
     """Returns the number of cases that differ by more than rounding."""
     strategy, chief = None, True
     if kind == "workers":
-        chief = tfmw.init(collectives="ring").is_chief
+        chief = tfmw.init(collectives="grpc").is_chief
     else:
         strategy = _logical_devices()
     wrong = 0

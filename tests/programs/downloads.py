@@ -38,7 +38,7 @@ def read(url: str) -> str:
 
 
 # Messages that tf.distribute sends over gRPC must not need the proxy.
-strategy = tfmw.strategies.multi_worker_mirrored(collectives="ring")
+strategy = tfmw.strategies.multi_worker_mirrored(collectives="grpc")
 add = tf.function(
     lambda: strategy.run(
         lambda: tf.distribute.get_replica_context().all_reduce(

@@ -1,15 +1,18 @@
-"""Trains the same model without tfmw's ring, which cannot be joined; over it, through TCP and
-through shared memory; in 16 bits; without.
+"""Trains the same model, by over_ring.py WAY: over tfmw's ring ("auto"), through TCP and through
+shared memory, and in 16 bits; by TensorFlow ("grpc"); or over a ring that no neighbour listens for
+("refused").
 
 Writes, of each time: how many exchanges were made over the ring, and a checksum of the weights.
 And, with the ring and without: the same where workers began with weights of their own, and what
 becomes of variables of many types that some workers have other values in.
 """
 
+import contextlib
 import hashlib
-import logging
 import os
+import sys
 import zlib
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -21,7 +24,6 @@ from tests.programs._result import write
 from tfmw import strategies
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
-from tfmw.errors import UsageError
 from tfmw.train.mirrored import agreement
 from tfmw.train.mirrored.collectives import connection, listener
 from tfmw.train.mirrored.collectives.ring import Ring
@@ -108,6 +110,64 @@ def called_again(rank: int) -> list[list[float]]:
     return found
 
 
+def called_by_users(rank: int) -> dict[str, Any]:
+    """Results of calls of tf.distribute in a script of a user, on this replica."""
+    strategy = strategies.current_strategy()
+    total, mean = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+    own = tf.constant([1.0, 2.5]) * (rank + 1)
+    slices = tf.IndexedSlices(own[None], tf.constant([rank]), tf.constant([3, 2]))
+    with strategy.scope():
+        begun = tf.Variable(own)
+        seen = tf.Variable(
+            0.0,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+            trainable=False,
+        )
+
+    def on_replica() -> Any:
+        replica = tf.distribute.get_replica_context()
+        seen.assign_add(own[0])
+        sparse = replica.all_reduce(total, slices)
+        return {
+            "sum": replica.all_reduce(total, own),
+            "mean": replica.all_reduce(mean, own),
+            "nested": replica.all_reduce(total, {"a": own[0], "b": [2 * own]}),
+            "sparse": tf.convert_to_tensor(sparse),
+            "gathered": replica.all_gather(tf.ones([rank + 1, 2]) * own[0], axis=0),
+            "columns": replica.all_gather(tf.ones([2, rank + 1]) * own[0], axis=1),
+            "merged": replica.merge_call(lambda s, v: s.extended.reduce_to(total, v, begun), [own]),
+        }
+
+    found = strategy.run(tf.function(on_replica))
+    found["eager"] = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce(mean, own))
+    found["reduced"] = strategy.reduce(total, strategy.run(lambda: own), axis=None)
+    found["begun"], found["seen"] = begun.read_value(), seen.read_value()
+    data = tf.data.Dataset.range(8).batch(4)
+    batches = strategy.experimental_distribute_dataset(data)
+    found["data"] = [strategy.experimental_local_results(batch)[0] for batch in batches]
+    found["replicas"] = strategy.num_replicas_in_sync
+    return {
+        name: tf.nest.map_structure(lambda v: np.asarray(v).tolist(), value)
+        for name, value in found.items()
+    }
+
+
+def listening() -> int:
+    """Number of TCP ports on which this process listens."""
+    own = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(file))
+    # proc(5): the state is the fourth field, 0A: listening; the inode is the tenth
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]
+    ]
+    return sum(line[3] == "0A" and f"socket:[{line[9]}]" in own for line in lines)
+
+
 class EvaluateToo(keras.callbacks.Callback):
     """Evaluates within a call, and keeps the random states from before and afterwards."""
 
@@ -154,93 +214,54 @@ def links() -> str:
     return type(ring._next).__name__ if isinstance(ring, Ring) else type(ring).__name__
 
 
-def forget() -> None:
-    """Joins the ring again, as a new process would."""
-    connection._connected_once, connection._ring = False, None
-
-
-class RecordedWarnings(logging.Handler):
-    """Keeps the warnings of tfmw."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-cluster = tfmw.init()
-recorded = RecordedWarnings()
-logging.getLogger("tfmw").addHandler(recorded)
-connect = listener.connect
+def rejoin() -> None:
+    """Joins the ring again."""
+    joined = membership.joined()
+    assert joined is not None
+    if connection._ring is not None:
+        connection._ring.close()
+    connection._ring = None
+    joined.strategy.extended._transport.cache_clear()  # of the strategy's own reductions
 
 
 def refused(*arguments: Any) -> Any:
     raise ConnectionRefusedError("nobody listens here")
 
 
-called_again_unseeded = called_again(cluster.index)  # before anything sets a global seed
-forget()
-if cluster.index == 1:
-    setattr(listener, "connect", refused)  # noqa: B010
-without = trained()
-warned = list(recorded.messages)
-
-tfmw.init(collectives="tfmw")  # the ring, or an error
-forget()
-joined = membership.joined()
-assert joined is not None
-try:  # not by a call of fit, whose error ends all tasks
-    connection.ring_of(joined.strategy)
-    required = {"error": ""}
-except UsageError as error:
-    required = {"error": str(error)}
-joined.collectives = "auto"
-listener.connect = connect
-forget()
-token = os.environ["TFMW_TOKEN"]  # which the launcher has set
-if cluster.index == 1:
-    os.environ["TFMW_TOKEN"] = "another"
-recorded.messages.clear()
-another_token = trained()
-os.environ["TFMW_TOKEN"] = token
-forget()
-warned_of_token = list(recorded.messages)
-os.environ[listener.SHARED_MEMORY] = "0"
-over_tcp = trained()
-del os.environ[listener.SHARED_MEMORY]
-forget()
-over = trained()
-alone = trained(strategy="default")
-compressed = trained(gradient_compression="bf16")
-begun_apart = trained(5 + cluster.index)
-agreed_over = agreed(cluster.index)
-trained_over_ring = [trained_again(first) for first in (False, True)]
-
-tfmw.init(collectives="ring")
-chosen = trained()
-begun_apart_chosen = trained(5 + cluster.index)
-agreed_chosen = agreed(cluster.index)
-called_again_seeded = called_again(cluster.index)
-trained_over_tensorflow = [trained_again(first) for first in (False, True)]
-write(
-    {
-        "called again": [called_again_unseeded, called_again_seeded],
-        "trained again": [*trained_over_ring, *trained_over_tensorflow],
-        "begun apart": begun_apart,
-        "begun apart, chosen": begun_apart_chosen,
-        "agreed": agreed_over,
-        "agreed, chosen": agreed_chosen,
-        "without": without,
-        "required": required,
-        "another token": another_token,
-        "warned of the token": warned_of_token,
-        "over TCP": over_tcp,
-        "over": over,
-        "alone": alone,
-        "16 bits": compressed,
-        "chosen": chosen,
-        "warned": warned,
+def over() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "called again": [called_again(cluster.index)]
+    }  # before anything sets a global seed
+    os.environ[listener.SHARED_MEMORY] = "0"
+    rejoin()
+    found["over TCP"] = trained()
+    del os.environ[listener.SHARED_MEMORY]
+    rejoin()
+    return found | {
+        "over": trained(),
+        "alone": trained(strategy="default"),
+        "16 bits": trained(gradient_compression="bf16"),
+        "begun apart": trained(5 + cluster.index),
+        "agreed": agreed(cluster.index),
+        "trained again": [trained_again(first) for first in (False, True)],
+        "called by users": called_by_users(cluster.index),
+        "listening": listening(),
     }
-)
+
+
+def not_over() -> dict[str, Any]:
+    return {
+        "without": trained(),
+        "begun apart, chosen": trained(5 + cluster.index),
+        "agreed, chosen": agreed(cluster.index),
+        "called again, chosen": [called_again(cluster.index)],
+        "trained again, chosen": [trained_again(first) for first in (False, True)],
+        "called by users, chosen": called_by_users(cluster.index),
+    }
+
+
+way, index = sys.argv[1], int(os.environ["TFMW_TASK"].split()[1])
+if index == 1 and way == "refused":
+    setattr(listener, "connect", refused)  # noqa: B010
+cluster = tfmw.init(collectives="grpc" if way == "grpc" else "auto")
+write(not_over() if way == "grpc" else over())

@@ -6,7 +6,7 @@
 in two calls of fit. Writes, of each, both ways: checksums of the weights and of the optimizer's
 state, the weights, how they were updated, and how many elements of slots each replica held.
 
-COLLECTIVES=ring: over TensorFlow's collectives. DEVICES=2: that many replicas in each process.
+COLLECTIVES=grpc: over TensorFlow's collectives. DEVICES=2: that many replicas in each process.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ from tfmw.train.checkpoint.store import BackupStore
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("collectives", ["auto", pytest.param("ring", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("collectives", ["auto", pytest.param("grpc", marks=pytest.mark.nightly)])
 def test_the_cluster_is_usable_after_an_error_of_all_tasks(run_cluster, collectives, tmp_path):
     run = run_cluster("caught_errors.py", collectives, "alike", str(tmp_path / "backups"))
     for result in run:

@@ -116,8 +116,8 @@ _RUN_OPTIONS = {
         "from it, at first and after a failure; auto: with several tasks or --max-restarts; "
         "default: auto",
         "--isolate {auto,on,off}": "run the tasks in a private network: nobody else connects to "
-        "their ports, and they download through a proxy (http_proxy, https_proxy); auto: if the "
-        "system allows it; default: auto",
+        "their ports, and they download through a proxy (http_proxy, https_proxy); auto: if "
+        "they start gRPC servers, and the system allows it; default: auto",
     },
     "failures of hosts (with --hosts and --max-restarts)": {
         "--workers-per-host K": "number of workers on each host; default: 1",

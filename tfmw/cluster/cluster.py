@@ -42,6 +42,9 @@ ROUNDS, MEMBER, MEMBERS = "TFMW_ROUNDS", "TFMW_MEMBER", "TFMW_MEMBERS"
 MAX_RESTARTS = "TFMW_MAX_RESTARTS"
 """Variable with the number of restarts that the launcher allows."""
 
+ISOLATED = "TFMW_ISOLATED"
+"""Variable that says whether the task is in a private network; unset if no one has chosen."""
+
 KERAS, BACKUP_DIR = "TFMW_KERAS", "TFMW_BACKUP_DIR"
 """Variables for scripts of plain Keras: "on" or "off", whether Keras's methods are tfmw's; the
 directory of their backups."""

@@ -9,6 +9,7 @@ the cluster.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import logging
@@ -17,12 +18,13 @@ import random
 import signal
 import sys
 import threading
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfmw.cluster import membership, rendezvous
-from tfmw.cluster.cluster import BACKUP_DIR, KERAS, ROUNDS, Cluster
+from tfmw.cluster import addresses, membership, rendezvous
+from tfmw.cluster.cluster import BACKUP_DIR, ISOLATED, KERAS, ROUNDS, Cluster
 from tfmw.cluster.imports import without_collection
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.cluster.memory import usable_bytes
@@ -37,13 +39,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tfmw")
 
-COLLECTIVES = ("auto", "tfmw", "ring", "nccl")
+GRPC = ("grpc", "nccl")  # collectives of TensorFlow
+COLLECTIVES = ("auto", "tfmw", *GRPC)
 STRATEGIES = ("auto", "multi_worker_mirrored", "mirrored", "parameter_server", "default")
 
 # Reducing 100 MB between two CPU workers takes 400 ms in one piece. In packs of 1 to 4 MB it takes
 # 170 to 200 ms (bench/ring.py measures it). NCCL pipelines by itself and prefers large packs.
 RING_BYTES_PER_PACK = 2 << 20
-HEARTBEAT_S = 10
 
 
 def init(
@@ -69,10 +71,11 @@ def init(
             it is read from the environment: TF_CONFIG, Slurm, Kubernetes, Open MPI and others.
         strategy: "auto" (synchronous training; parameter servers if the cluster has some),
             "multi_worker_mirrored", "mirrored", "parameter_server" or "default" (none).
-        collectives: transport of the all-reduce of synchronous workers: "nccl" between GPUs; "ring"
-            over TensorFlow's gRPC; "tfmw" over tfmw's own ring, between workers of one CPU replica
-            each; "auto": NCCL if each worker has GPUs; else tfmw's ring, or TensorFlow's if workers
-            can't connect to each other on any TCP port, or have several virtual devices.
+        collectives: transport of the all-reduce of synchronous workers: "nccl" between GPUs; "grpc"
+            over TensorFlow's gRPC, whose servers listen on the addresses of the tasks; "tfmw" over
+            tfmw's own ring, which connects workers of one CPU device each on any TCP port; "auto":
+            "tfmw", or TensorFlow's choice if a worker has GPUs or several virtual devices. "ring"
+            is the former name of "grpc".
         bytes_per_pack: gradients are reduced in packs of about this many bytes.
         timeout_s: seconds after which a collective fails; None waits as long as peers are alive.
         start_timeout_s: seconds to wait for all tasks to connect; on parameter servers also for
@@ -178,7 +181,7 @@ def _join_once(
     existing_servers: bool | None,
 ) -> Cluster:
     require_choice("strategy", strategy, STRATEGIES)
-    require_choice("collectives", collectives, COLLECTIVES)
+    collectives = require_collectives(collectives)
     resolved = Cluster.resolve(os.environ, cluster)
     _reuse_freed_memory()
     joined = membership.joined()
@@ -189,10 +192,7 @@ def _join_once(
                 f"{resolved!r}: a process joins once; start a new one for another cluster."
             )
         if collectives != "auto" or bytes_per_pack is not None or timeout_s is not None:
-            # Already joined; the transport of reductions may still be chosen.
-            if collectives != "auto":
-                joined.collectives = collectives
-            joined.options = communication_options(joined.collectives, bytes_per_pack, timeout_s)
+            _choose_reductions(joined, collectives, bytes_per_pack, timeout_s)
         return joined.cluster
     if task_process.is_child() and resolved.is_single:
         return resolved
@@ -203,17 +203,31 @@ def _join_once(
         membership.set_evaluating()
     if resolved.is_single or resolved.task == "evaluator":
         return resolved
-    if resolved.is_public():
-        logger.warning(
-            "tf.distribute's gRPC has no authentication: anyone who can connect to it can run "
-            "code: %s is a public address; keep the cluster in a private network.",
-            ", ".join(resolved.public_addresses()),
-        )
     if strategy == "parameter_server" or resolved.has_ps:
         _join_parameter_servers(resolved, strategy, start_timeout_s, existing_servers)
         return resolved
     _join_multi_worker(resolved, collectives, bytes_per_pack, timeout_s, start_timeout_s)
     return resolved
+
+
+def _choose_reductions(
+    joined: JoinedCluster, collectives: str, bytes_per_pack: int | None, timeout_s: float | None
+) -> None:
+    """Changes the transport of reductions in a process that has joined its cluster."""
+    if collectives == "auto":
+        collectives = joined.collectives
+    over_grpc = collectives in GRPC
+    if collectives != "auto" and over_grpc != (joined.make is _over_grpc):
+        if joined.made is not None:
+            raise UsageError(
+                f"collectives={collectives!r} came after workers had connected in another way: "
+                "choose it in the first call of tfmw.init, and before TensorFlow's first op."
+            )
+        joined.make = _over_grpc
+    joined.options = communication_options(collectives, bytes_per_pack, timeout_s)
+    joined.collectives = collectives
+    if over_grpc and joined.made is None:
+        joined.made = _over_grpc(joined)
 
 
 def _reuse_freed_memory() -> None:
@@ -239,39 +253,103 @@ def _join_multi_worker(
 ) -> None:
     _require_not_started()
     facts = {**common_versions(), "collectives": collectives}
-    rendezvous.meet(cluster, facts, timeout_s=start_timeout_s)
+    channels = rendezvous.meet(cluster, facts, timeout_s=start_timeout_s)
     with without_collection():
-        import tensorflow as tf
+        from tfmw.cluster import coordination
+        from tfmw.cluster.group import Group
 
-        from tfmw.compat import runtime
-
+    names = list(cluster.tasks("chief", "worker"))
+    coordination.use(coordination.Coordination(cluster.rank, names, channels))
     _bound_threads()
-    if collectives in ("auto", "tfmw"):
+    options = communication_options(collectives, bytes_per_pack, timeout_s)
+    over_grpc = collectives in GRPC
+    if not over_grpc and any(Group.of_cluster(cluster).from_all(_has_other_devices())):
+        if collectives == "tfmw":
+            raise UsageError(
+                'collectives="tfmw" needs workers of one CPU device each, and a worker here has '
+                'other devices: use "auto".'
+            )
+        over_grpc = True
+    make = _over_grpc if over_grpc else _over_ring
+    joined = JoinedCluster(cluster, make, options, collectives=collectives)
+    if over_grpc:
+        joined.made = _over_grpc(joined)
+    else:
         _add_a_thread()
-    config = cluster.as_tf_config()
-    jobs = {name: len(a) for name, a in config["cluster"].items() if name in ("chief", "worker")}
+    membership.set_joined(joined)
+    _guard_models(cluster)
+    _end_at_sigterm()
+    membership.end_together(cluster)
+    logger.info("%r: in, %d workers", cluster, cluster.num_workers)
+
+
+def _has_other_devices() -> bool:
+    """Whether this process has GPUs, or several virtual devices."""
+    import tensorflow as tf
+
+    processor = tf.config.list_physical_devices("CPU")[0]
+    virtual = tf.config.get_logical_device_configuration(processor) or ()
+    return bool(tf.config.list_physical_devices("GPU")) or len(virtual) > 1
+
+
+def _over_ring(joined: JoinedCluster) -> tf.distribute.Strategy:
+    """The strategy of synchronous workers over tfmw's own ring."""
+    # of a room above this one
+    transports = importlib.import_module("tfmw.train.mirrored.collectives.transports")
+    strategy: tf.distribute.Strategy = transports.connected_strategy(
+        joined, _resolver(joined.cluster)
+    )
+    return strategy
+
+
+def _over_grpc(joined: JoinedCluster) -> tf.distribute.Strategy:
+    """TensorFlow's own strategy, whose servers listen on the addresses of the tasks."""
+    _require_not_started()
+    _warn_of_open_ports(joined.cluster)
+    import tensorflow as tf
+
+    from tfmw.cluster import coordination
+    from tfmw.compat import runtime
+
+    tasks = joined.cluster.tasks("chief", "worker")
+    jobs = collections.Counter(name.partition(" ")[0] for name in tasks)
     leader = f"/job:{'chief' if 'chief' in jobs else 'worker'}/replica:0/task:0"
-    runtime.configure_coordination(jobs, leader, HEARTBEAT_S)
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({k: config["cluster"][k] for k in jobs}),
+    runtime.configure_coordination(dict(jobs), leader)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(
+        cluster_resolver=_resolver(joined.cluster), communication_options=joined.options
+    )
+    coordination.current().at_failure.append(runtime.abort_collectives)
+    return strategy
+
+
+def _warn_of_open_ports(cluster: Cluster) -> None:
+    """Warns of gRPC servers that strangers may reach."""
+    hosts = {addresses.split(address)[0] for address in cluster.tasks().values()}
+    if public := cluster.public_addresses():
+        where = f"{', '.join(public)} is a public address; keep the cluster in a private network"
+    elif hosts == {"127.0.0.1"} and ISOLATED not in os.environ:
+        where = "start the tasks in a private network of their own: tfmw run --isolate on"
+    else:
+        return
+    if not cluster.is_chief:
+        return
+    logger.warning(
+        "tf.distribute's gRPC has no authentication: anyone who can connect to it can run code: "
+        "%s.",
+        where,
+    )
+
+
+def _resolver(cluster: Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:
+    import tensorflow as tf
+
+    tasks = cluster.as_tf_config()["cluster"]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({k: v for k, v in tasks.items() if k in ("chief", "worker")}),
         task_type=cluster.task,
         task_id=cluster.index,
         num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
         rpc_layer="grpc",
-    )
-    options = communication_options(collectives, bytes_per_pack, timeout_s)
-    strategy = tf.distribute.MultiWorkerMirroredStrategy(
-        cluster_resolver=resolver, communication_options=options
-    )
-    membership.set_joined(JoinedCluster(cluster, strategy, options, collectives=collectives))
-    _guard_models(cluster)
-    _end_at_sigterm()
-    membership.end_together(cluster)
-    logger.info(
-        "%r: in, %d workers, %d replicas",
-        cluster,
-        cluster.num_workers,
-        strategy.num_replicas_in_sync,
     )
 
 
@@ -289,6 +367,7 @@ def _join_parameter_servers(
             'servers to "cluster" ("ps", and a "chief" that coordinates), or train synchronously.'
         )
     _require_not_started()
+    _warn_of_open_ports(cluster)
     facts = common_versions()
     from tfmw.cluster import servers as server_tasks
 
@@ -306,7 +385,9 @@ def _join_parameter_servers(
     _bound_threads()
     connected, control = server_tasks.coordinate(cluster, facts, timeout_s=start_timeout_s)
     options = communication_options("auto", None, None)
-    membership.set_joined(JoinedCluster(cluster, connected, options, control=control))
+    membership.set_joined(
+        JoinedCluster(cluster, lambda _: connected, options, control=control, made=connected)
+    )
     _guard_models(cluster)
     membership.leave_servers_at_exit(control)
 
@@ -378,9 +459,9 @@ def communication_options(
     if collectives == "nccl" and not gpus:
         raise UsageError(
             'collectives="nccl" reduces between GPUs, and this machine has none: '
-            'use "ring", or "auto".'
+            'use "grpc", or "auto".'
         )
-    name = "AUTO" if collectives == "tfmw" else collectives.upper()
+    name = {"tfmw": "AUTO", "grpc": "RING"}.get(collectives, collectives.upper())
     if bytes_per_pack is None:
         bytes_per_pack = 0 if collectives == "nccl" or gpus else RING_BYTES_PER_PACK
     return tf.distribute.experimental.CommunicationOptions(
@@ -388,6 +469,15 @@ def communication_options(
         timeout_seconds=timeout_s,
         implementation=tf.distribute.experimental.CommunicationImplementation(name),
     )
+
+
+def require_collectives(collectives: Any) -> str:
+    """The name of a transport. Raises UsageError if there is none of that name."""
+    if collectives == "ring":
+        warnings.warn('collectives="ring" is now "grpc".', FutureWarning, stacklevel=2)
+        return "grpc"
+    require_choice("collectives", collectives, COLLECTIVES)
+    return str(collectives)
 
 
 def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -37,16 +37,24 @@ class JoinedCluster:
     """A cluster that this process has joined."""
 
     cluster: Cluster
-    strategy: tf.distribute.Strategy  # the one strategy of the process
+    # Makes the one strategy of the process, at its first use.
+    make: Callable[[JoinedCluster], tf.distribute.Strategy]
     options: tf.distribute.experimental.CommunicationOptions  # settings of its reductions
     collectives: str = "auto"  # the argument of `init`
     control: ControlServer | None = None  # the connections to parameter servers, on the coordinator
     settings: ServerSettings = dataclasses.field(default_factory=ServerSettings)
-    # Called when this task fails, after it has reported its error to other tasks:
-    at_failure: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     # Each returns JSON that is equal on tasks which have made the same calls, and None once no
     # further call is possible:
     positions: list[Callable[[], Any]] = dataclasses.field(default_factory=list)
+
+    made: tf.distribute.Strategy | None = None  # the strategy, once it is made
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy:
+        """The one strategy of the process."""
+        if self.made is None:
+            self.made = self.make(self)
+        return self.made
 
     @functools.cached_property
     def coordinator(self) -> Any:
@@ -106,7 +114,7 @@ def reduction_options(
     strategy: tf.distribute.Strategy,
 ) -> tf.distribute.experimental.CommunicationOptions | None:
     """Options of the reductions of `strategy`, as chosen in `init`; None for its default."""
-    return _joined.options if _joined is not None and strategy is _joined.strategy else None
+    return _joined.options if _joined is not None and strategy is _joined.made else None
 
 
 def is_evaluator() -> bool:
@@ -218,30 +226,15 @@ def report_failure(error: BaseException) -> None:
     """Reports to every task of the cluster that this one fails with `error`; once per process."""
     already = _failed
     mark_failed(error)
-    if _joined is None or already:
+    if _joined is None or already or is_secondary(error):
         return
-    try:
-        _report(_joined, error)
-    finally:
-        for close in _joined.at_failure:
-            close()  # ends tasks that wait for this one, with its error
-
-
-def _report(joined: JoinedCluster, error: BaseException) -> None:
-    import tensorflow as tf
-
-    from tfmw.compat import runtime
-
-    if is_secondary(error):
+    if _joined.control is not None:
+        _joined.control.finish(f"{type(error).__name__}: {error}")
         return
-    if joined.control is not None:
-        joined.control.finish(f"{type(error).__name__}: {error}")
-        return
-    name = f"{joined.cluster.task} {joined.cluster.index}"
-    try:
-        runtime.coordination_report_error(f"{name}: {type(error).__name__}: {error}")
-    except (tf.errors.OpError, ValueError) as e:
-        logger.warning("could not report the error to the other tasks: %s", e)
+    from tfmw.cluster import coordination
+
+    name = f"{_joined.cluster.task} {_joined.cluster.index}"
+    coordination.current().fail(f"{name}: {type(error).__name__}: {error}")
 
 
 def leave_servers_at_exit(control: ControlServer) -> None:

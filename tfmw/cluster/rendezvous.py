@@ -4,8 +4,8 @@
 
 TensorFlow waits up to an hour for a task that never starts. It trains with half of the workers if
 two tasks describe the cluster differently. So the training tasks first connect to the chief's
-address over plain TCP; TensorFlow uses this address afterwards. Each sends its hello, the chief
-compares them, and all receive the same response: to continue, or the problem as one sentence.
+address over plain TCP. Each sends its hello, the chief compares them, and all receive the same
+response: to continue, or the problem as one sentence. `coordination.py` keeps the connections.
 Standard library only.
 """
 
@@ -35,7 +35,9 @@ _POLL_S = 0.5  # a new connection wakes the chief at once; a closed one does not
 _CLOSE_S = 5.0  # time for a task that has received the response to close its connection
 
 
-def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0) -> None:
+def meet(
+    cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
+) -> dict[int, Channel]:
     """Returns once every training task of `cluster` has connected and agrees.
 
     Args:
@@ -43,14 +45,16 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
         facts: values that must be the same on every task, by name (versions, options).
         timeout_s: seconds to wait for all tasks.
 
+    Returns:
+        Rank -> channel, which stays open: the chief's to each other task, or a task's to the chief.
+
     Raises:
         ClusterError: the port of this task is taken, or tasks disagree.
         TfmwError: a task did not connect in time; the message names it.
     """
     hello = TaskDescription(_PROTOCOL, cluster.task_name, cluster.tasks("chief", "worker"), facts)
     if cluster.rank == 0:
-        _gather(hello, timeout_s)
-        return
+        return _gather(hello, timeout_s)
     assert cluster.address is not None
     addresses.listen(cluster.address).close()  # fails if the port is taken
     chief = next(iter(hello.tasks.values()))
@@ -59,16 +63,17 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
         return f"{hello.task} waits for the chief at {chief}: {problem}"
 
     try:
-        accepted_by_chief(hello, timeout_s, describe).close()
+        channel = accepted_by_chief(hello, timeout_s, describe)
     except TimeoutError as problem:
         raise TfmwError(
             f"{hello.task} could not reach the chief at {chief} within {timeout_s:g} s "
             f"({problem}): is that task started, with the same TFMW_TOKEN or none, is its address "
             "right, and is its port open to this machine?"
         ) from None
+    return {0: channel}
 
 
-def _gather(hello: TaskDescription, timeout_s: float) -> None:
+def _gather(hello: TaskDescription, timeout_s: float) -> dict[int, Channel]:
     """Receives a hello from every other task, compares, and responds to all; on the chief."""
     address = hello.tasks[hello.task]
     changed = threading.Condition()
@@ -122,13 +127,15 @@ def _gather(hello: TaskDescription, timeout_s: float) -> None:
         server.close()
     response = {"problem": None if error is None else str(error), "kind": type(error).__name__}
     with changed:
+        by_name = {remote.task: channel for remote, channel, _ in peers}
         channels = [channel for _, channel, _ in peers]
     for channel in channels:
         with contextlib.suppress(OSError):
             channel.send(response)
+    if error is None:
+        return {rank: by_name[name] for rank, name in enumerate(hello.tasks) if rank}
     # The peers close first, so that no connection in TIME_WAIT keeps the port in use.
     for channel in channels:
         channel.wait_closed(_CLOSE_S)
         channel.close()
-    if error is not None:
-        raise error
+    raise error

@@ -128,10 +128,11 @@ class Connection:
 
     Args:
         peer: a connected stream socket.
+        largest: the most bytes of a message, without its arrays.
     """
 
-    def __init__(self, peer: socket.socket):
-        self._channel = Channel(peer, _LARGEST_HEADER)
+    def __init__(self, peer: socket.socket, largest: int = _LARGEST_HEADER):
+        self._channel = Channel(peer, largest)
         self._sending = threading.Lock()
         self.close = self._channel.close
         peer.settimeout(None)

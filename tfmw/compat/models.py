@@ -112,14 +112,18 @@ def set_native(variable: Any, value: Any) -> None:
     variable._value = value
 
 
-def lifted_variable(value: float) -> tf.Variable:
-    """A float32 variable [] that a function may create while it is traced, without a second trace.
+def lifted_variable(
+    value: Any, dtype: tf.DType = tf.float32, shape: Sequence[int | None] | None = None
+) -> tf.Variable:
+    """A variable of this process alone, for which a traced function is not traced a second time.
 
     `tf.function` notices each `tf.Variable` that is created in a trace, in `tf.init_scope` too, and
-    traces again.
+    traces again. In a strategy's scope a `tf.Variable` has a copy for each replica.
     """
     with tf.init_scope():
-        return resource_variable_ops.ResourceVariable(value, trainable=False, dtype=tf.float32)
+        return resource_variable_ops.ResourceVariable(
+            value, trainable=False, dtype=dtype, shape=shape
+        )
 
 
 @contextlib.contextmanager

@@ -1,18 +1,9 @@
-"""TensorFlow's runtime and its coordination service.
-
-Tasks exchange values through the coordination service (`coordination_*`), without a collective.
-"""
+"""TensorFlow's runtime and its coordination service."""
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable
-
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
-
-from tfmw.errors import printable
 
 
 def runtime_started() -> bool:
@@ -20,11 +11,13 @@ def runtime_started() -> bool:
     return _context.context()._context_handle is not None
 
 
-def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) -> None:
-    """Configures the coordination service before the strategy does, with shorter time-outs.
+def configure_coordination(jobs: dict[str, int], leader: str) -> None:
+    """Configures the coordination service that a strategy starts, without its heartbeats.
 
-    Source: tensorflow/python/eager/context.py. The strategy's own call sets no time-outs (then
-    heartbeat 10 s, waiting for all tasks 1 h).
+    The workers' own connections (`tfmw.cluster.coordination`) notice a lost worker. The service
+    would also end a cluster whose processes have all been paused.
+
+    Source: tensorflow/python/eager/context.py.
     """
     from tensorflow.python.distribute.collective_all_reduce_strategy import (
         coordination_config_pb2,
@@ -33,12 +26,20 @@ def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) 
     _context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=leader,
-        heartbeat_timeout_in_ms=heartbeat_s * 1000,
+        heartbeat_timeout_in_ms=_NO_HEARTBEATS_MS,
         coordinated_jobs=[
             coordination_config_pb2.CoordinatedJob(name=name, num_tasks=count)
             for name, count in jobs.items()
         ],
     )
+
+
+_NO_HEARTBEATS_MS = 2**31 - 1
+
+
+def abort_collectives(error: tf.errors.OpError) -> None:
+    """Makes TensorFlow's pending and later collectives of this process fail with an error."""
+    _context.context().abort_collective_ops(error.error_code, error.message)
 
 
 def mirrored_strategy(devices: list[str]) -> tf.distribute.Strategy:
@@ -54,12 +55,6 @@ def mirrored_strategy(devices: list[str]) -> tf.distribute.Strategy:
 
 _KEYS = 1000  # keys for the device groups of one strategy
 
-_LOOK_S = 1.0
-
-_PROBE_EVERY = 5  # polls between two probes
-
-_RESPONSE_S = 10.0
-
 
 def collectives_traced(strategy: tf.distribute.Strategy) -> list[int]:
     """Numbers of the next collectives of a strategy that spans processes.
@@ -68,65 +63,3 @@ def collectives_traced(strategy: tf.distribute.Strategy) -> list[int]:
     """
     tables = strategy.extended._collective_keys._instance_key_table.values()
     return [number for table in tables for number in table.values()]
-
-
-def coordination_set(key: str, value: str) -> None:
-    """Sets a key that other tasks read."""
-    _context.context().set_config_key_value(key, value)
-
-
-def coordination_get(
-    key: str, timeout_s: float, task: str | None = None, look: Callable[[], None] = lambda: None
-) -> str:
-    """Waits for a key.
-
-    After a network failure neither a pending nor a later call returns. So every few seconds this
-    probes the task that sets the key.
-
-    Args:
-        task: name of a task, such as "/job:worker/replica:0/task:1".
-        look: called about once a second; its exception ends the wait.
-
-    Raises:
-        tf.errors.DeadlineExceededError: after `timeout_s` seconds.
-        tf.errors.OpError: `task` cannot be reached, or was restarted.
-    """
-    deadline = time.monotonic() + timeout_s
-    for looks in itertools.count(1):
-        left = deadline - time.monotonic()
-        try:
-            value: str = _context.context().get_config_key_value(
-                key, max(1, int(min(left, _LOOK_S) * 1000))
-            )
-            return value
-        except tf.errors.DeadlineExceededError:
-            if left <= _LOOK_S:
-                raise
-        look()
-        if task is not None and looks % _PROBE_EVERY == 0:
-            require_task(task, _RESPONSE_S)
-    raise AssertionError("unreachable")
-
-
-def require_task(task: str, timeout_s: float) -> None:
-    """Raises tf.errors.OpError if `task` does not respond in time, or was restarted.
-
-    Args:
-        task: name of a task, such as "/job:worker/replica:0/task:1".
-    """
-    _context.context().check_collective_ops_peer_health(task, int(1000 * timeout_s))
-
-
-def coordination_delete(key: str) -> None:
-    """Removes a key, and all keys below it."""
-    _context.context().delete_config_key_value(key)
-
-
-def coordination_barrier(name: str, timeout_s: float) -> None:
-    """Waits until all tasks have called it. Raises tf.errors.OpError after the time-out."""
-    _context.context().wait_at_barrier(name, int(timeout_s * 1000))
-
-
-def coordination_report_error(message: str) -> None:
-    """Fails every task of the cluster with `message`, in a fraction of a second."""
-    _context.context().report_error_to_cluster(tf.errors.INTERNAL, printable(message))

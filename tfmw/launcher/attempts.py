@@ -18,14 +18,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tfmw.cluster.cluster import MEMBERS, ROUNDS, TOKEN
+from tfmw.cluster.cluster import ISOLATED, MEMBERS, ROUNDS, TOKEN
 from tfmw.cluster.signals import Signals
 from tfmw.errors import UsageError
 from tfmw.launcher import call
 from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.environment import make_run_directory, task_environment
 from tfmw.launcher.failure import Failure
-from tfmw.launcher.network import Gateway, choose_network, network_hint
+from tfmw.launcher.network import Gateway, choose_network, network_hint, starts_grpc
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.orchestrator import LOOK_S, Orchestrator, RunOver
 from tfmw.launcher.output import Display, is_watched, say
@@ -162,9 +162,7 @@ def make_context(
     display = Display(job.stdout, live)
     stack.callback(display.close)
     directory = make_run_directory(job.log_dir)
-    # Elastic workers open no ports.
-    apart = job.options.elastic and job.options.isolate == "auto"
-    network, note = choose_network("off" if apart else job.options.isolate, job.tasks)
+    network, note = choose_network(job.options.isolate, starts_grpc(job.tasks, environ))
     namespaces: tuple[int, ...] = ()
     proxies: dict[str, str] = {}
     if network is not None:
@@ -177,6 +175,8 @@ def make_context(
     if job.log_dir is None and job.payload is not None:
         spawner.tell_reaper(folder=str(directory))
     env = task_environment(environ, terminal)
+    if network is not None or note or job.options.isolate == "off":
+        env[ISOLATED] = str(int(network is not None))
     several = len(job.tasks) > 1 or job.options.max_restarts > 0
     # A script that tfmw does not initialize may set variables that TensorFlow reads at its import.
     useful = several and env.get("TFMW_NO_INIT") != "1"

@@ -121,7 +121,7 @@ def visible_devices(
     """
     if rank is None:
         return {VISIBLE: ""}
-    gpus = _gpus(environ, devices)
+    gpus = visible_gpus(environ, devices)
     share = _share(gpus, tasks)
     if tasks == 1 or not share:
         return {}
@@ -130,7 +130,7 @@ def visible_devices(
 
 def gpu_note(tasks: int, environ: Mapping[str, str], devices: Path = _DEVICES) -> str:
     """One sentence if training tasks on this host share GPUs, or leave some idle; otherwise ""."""
-    gpus = _gpus(environ, devices)
+    gpus = visible_gpus(environ, devices)
     if tasks == 1 or not gpus:
         return ""
     share = _share(gpus, tasks)
@@ -156,7 +156,7 @@ def _share(gpus: list[str], tasks: int) -> int:
     return min(share, 1) if gpus and gpus[0].startswith("MIG-") else share
 
 
-def _gpus(environ: Mapping[str, str], devices: Path) -> list[str]:
+def visible_gpus(environ: Mapping[str, str], devices: Path = _DEVICES) -> list[str]:
     """The GPUs that CUDA shows, by number or UUID; it numbers those of this container from 0."""
     found = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.iterdir())
     if VISIBLE not in environ:

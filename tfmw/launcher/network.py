@@ -1,6 +1,6 @@
 """Choice of a private network for the tasks of a run, and their connections to the outside.
 
-    network, note = choose_network("auto", tasks)
+    network, note = choose_network("auto", starts_grpc(tasks, environ))
     with Gateway(network.listeners, environ) as gateway:
         env |= gateway.environment
 
@@ -20,9 +20,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tfmw.cluster.cluster import ROUNDS
 from tfmw.cluster.sockets import ephemeral_ports
 from tfmw.errors import UsageError
 from tfmw.launcher import isolation
+from tfmw.launcher.environment import visible_gpus
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import AutoOnOff
 
@@ -42,12 +44,25 @@ _AT_LOCALHOST = (
 )
 
 
-def choose_network(
-    choice: AutoOnOff, tasks: Sequence[tuple[str, int]]
-) -> tuple[isolation.Network | None, str]:
-    """The tasks' private network, or None; and a note for the user, or ""."""
-    opens_ports = sum(kind != "evaluator" for kind, _ in tasks) > 1
-    if choice == "off" or (choice == "auto" and not opens_ports):
+def starts_grpc(tasks: Sequence[tuple[str, int]], environ: Mapping[str, str]) -> bool:
+    """Whether tasks start TensorFlow's gRPC servers, as far as the launcher can know.
+
+    Parameter servers do, and workers with GPUs. Other workers do only if their script chooses
+    collectives="grpc", or TF_CONFIG is read without tfmw.
+    """
+    training = [kind for kind, _ in tasks if kind != "evaluator"]
+    several = len(training) > 1 and not environ.get(ROUNDS)
+    apart = environ.get("TFMW_NO_INIT") == "1"
+    return several and ("ps" in training or apart or bool(visible_gpus(environ)))
+
+
+def choose_network(choice: AutoOnOff, grpc: bool) -> tuple[isolation.Network | None, str]:
+    """The tasks' private network, or None; and a note for the user, or "".
+
+    Args:
+        grpc: see `starts_grpc`.
+    """
+    if choice == "off" or (choice == "auto" and not grpc):
         return None, ""
     try:
         return isolation.create(local_servers()), ""

@@ -174,7 +174,7 @@ def _is_of_this_task(strategy: Any) -> bool:
     joined = membership.joined()
     if joined is None or not isinstance(strategy, tf.distribute.Strategy):
         return joined is None or strategy in ("default", "mirrored")
-    return strategy is not joined.strategy
+    return strategy is not joined.made
 
 
 def _goes_on(error: BaseException) -> bool:
@@ -188,5 +188,5 @@ def _goes_on(error: BaseException) -> bool:
     position = [of_one() for of_one in joined.positions]
     if None in position:
         return False
-    traced = runtime.collectives_traced(joined.strategy)
-    return Group.of(joined.strategy).raised_alike(error, [*position, traced])
+    traced = [] if joined.made is None else runtime.collectives_traced(joined.made)
+    return Group.of_cluster(joined.cluster).raised_alike(error, [*position, traced])

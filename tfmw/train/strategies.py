@@ -1,6 +1,6 @@
 """Strategies of tf.distribute for a `Cluster`.
 
-strategy = strategies.multi_worker_mirrored("ring")
+strategy = strategies.multi_worker_mirrored("grpc")
 strategies.current_strategy()                    # the default strategy of fit()
 """
 
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from tfmw.cluster import membership
 from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.joining import (
-    COLLECTIVES,
     STRATEGIES,
     communication_options,
     init,
     require_choice,
+    require_collectives,
 )
 from tfmw.cluster.membership import JoinedCluster, current_cluster, is_evaluator
 from tfmw.errors import UsageError
@@ -37,7 +37,7 @@ def multi_worker_mirrored(
     """Creates the strategy of synchronous training on all workers. Joins the cluster if needed.
 
     Args:
-        collectives: "auto", "tfmw", "ring" or "nccl"; see `init`.
+        collectives: "auto", "tfmw", "grpc" or "nccl"; see `init`.
         cluster: see `init`.
         bytes_per_pack: gradients are reduced in packs of about this many bytes.
         timeout_s: seconds after which a collective fails; None waits as long as peers are alive.
@@ -48,7 +48,7 @@ def multi_worker_mirrored(
     Raises:
         UsageError: `collectives` is unknown, or NCCL was chosen on a machine without GPUs.
     """
-    require_choice("collectives", collectives, COLLECTIVES)
+    collectives = require_collectives(collectives)
     options = communication_options(collectives, bytes_per_pack, timeout_s)
     resolved = init(
         cluster, collectives=collectives, bytes_per_pack=bytes_per_pack, timeout_s=timeout_s

@@ -146,7 +146,7 @@ class SharedWrite:
         reports: dict[int, dict[str, Any]] = {}
         for rank in range(1, self._group.size):
             key = f"{self._key}/{rank}"
-            while (report := self._group.posted(key, rank, _LOOK_S)) is None:
+            while (report := self._group.posted(key, _LOOK_S)) is None:
                 if self._given_up.is_set():
                     raise OSError(f"worker {rank} has not written its part")
             reports[rank] = report

@@ -63,6 +63,7 @@ class AllReduce(abc.ABC):
         self.rank, self.size = rank, size
         self.exchanges = 0  # number of exchanges so far
         self.counts: collections.Counter[str] = collections.Counter()  # number of exchanges by kind
+        self.turn: Any = None  # the variable that orders the exchanges of traced steps: `OverRing`
         self._what = ""  # kind of the current exchange
         self._broken: Exception | None = None
         self._one_at_a_time = threading.Lock()

@@ -1,50 +1,46 @@
-"""The ring of a strategy's workers, with two levels on several machines, connected at first use."""
+"""The ring of a cluster's workers, with two levels on several machines."""
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 
 import tensorflow as tf
 
-from tfmw.cluster import membership
+from tfmw.cluster import coordination, membership
 from tfmw.cluster.group import Group
 from tfmw.cluster.membership import JoinedCluster
-from tfmw.errors import UsageError
+from tfmw.compat.connected_strategy import ConnectedStrategy
+from tfmw.errors import TfmwError
 from tfmw.train.mirrored.collectives import hierarchy, listener, ring
 from tfmw.train.mirrored.collectives.all_reduce import AllReduce, RingBroken
 from tfmw.train.mirrored.collectives.hierarchy import HIERARCHY
 
-logger = logging.getLogger("tfmw")
-
-# A process joins once, and has one ring.
-_ring: AllReduce | None = None
-_connected_once = False
+_ring: AllReduce | None = None  # a process joins once, and has one ring
 
 
 def ring_of(strategy: tf.distribute.Strategy) -> AllReduce | None:
-    """The ring over which `strategy` sums gradients; None if TensorFlow sums them.
-
-    Workers of one CPU replica each have a ring, unless `init` was called with other collectives.
-    All tasks must call this; the first call connects them.
-
-    Raises:
-        UsageError: `init` had collectives="tfmw", but there can be no ring.
-    """
-    global _ring, _connected_once
+    """The ring over which `strategy` sums gradients; None if TensorFlow sums them."""
     joined = membership.joined()
-    if joined is None or strategy is not joined.strategy:
+    if joined is None or strategy is not joined.made:
         return None
-    if joined.collectives not in ("auto", "tfmw"):
+    ring = joined_ring(joined)
+    if ring is not None:
+        ring.timeout_s = joined.options.timeout_seconds
+    return ring
+
+
+def joined_ring(joined: JoinedCluster) -> AllReduce | None:
+    """The ring of a cluster; None if TensorFlow sums gradients.
+
+    All tasks must call this; the first call connects them.
+    """
+    global _ring
+    if not isinstance(joined.strategy, ConnectedStrategy):
         return None
-    if not _connected_once:
-        _connected_once = True
-        _ring = connected = _connect(joined)
-        if connected is not None:  # a second ring ends with the call that created it
-            joined.positions.append(lambda: None if connected.broken else connected.exchanges)
-    if _ring is not None:
-        _ring.timeout_s = joined.options.timeout_seconds
+    if _ring is None:
+        _ring = connected = _connect(joined)  # a second ring ends with the call that created it
+        joined.positions.append(lambda: None if connected.broken else connected.exchanges)
     return _ring
 
 
@@ -60,17 +56,8 @@ def another_ring(strategy: tf.distribute.Strategy) -> AllReduce | None:
     return _connect(joined)
 
 
-def _connect(joined: JoinedCluster) -> AllReduce | None:
-    group = Group.of(joined.strategy)
-    devices = joined.strategy.extended.worker_devices
-    required = joined.collectives == "tfmw"
-    if not all(group.from_all(len(devices) == 1 and "CPU" in devices[0].upper())):
-        if required:
-            raise UsageError(
-                'collectives="tfmw" needs workers of one CPU device each, and a worker here has '
-                'other devices: use "auto".'
-            )
-        return None
+def _connect(joined: JoinedCluster) -> AllReduce:
+    group = Group.of_cluster(joined.cluster)
     machine = None if os.environ.get(HIERARCHY) == "0" else listener.machine()
     key = membership.training_key(group.from_chief)
     join = functools.partial(
@@ -79,24 +66,15 @@ def _connect(joined: JoinedCluster) -> AllReduce | None:
         joined.hosts,
         key,
         group.from_all,
-        probe_peer=group.require_peer,
         timeout_s=joined.options.timeout_seconds,
     )
     machines = [None if m is None else tuple(m) for m in group.from_all(machine)]
     try:
         connected = hierarchy.connect(group.rank, machines, join)
     except RingBroken as e:
-        if required:
-            raise UsageError(
-                f'collectives="tfmw" needs a connection to each neighbour: {e}. Let workers '
-                'connect to each other on any TCP port, or use "auto".'
-            ) from e
-        if group.is_chief:
-            logger.warning(
-                "gradients travel over TensorFlow's gRPC, which takes longer: %s. Let workers "
-                "connect to each other on any TCP port, or accept it with collectives='ring'.",
-                e,
-            )
-        return None
-    joined.at_failure.append(connected.close)
+        raise TfmwError(
+            f"workers cannot sum gradients: {e}. Let workers connect to each other on any TCP "
+            'port, or choose collectives="grpc", which needs the ports of the tasks only.'
+        ) from e
+    coordination.current().at_failure.append(lambda error: connected.close())
     return connected

@@ -11,9 +11,9 @@ depends on the key:
 - `TFMW_TOKEN` in the environment of all tasks (`tfmw run` sets one for the tasks that it starts;
   over several hosts, set the same for all). Without the token no process can take a worker's place,
   even after reading all messages between the tasks.
-- Without a token, the chief draws a key and sends it through TensorFlow's coordination service,
-  which has no authentication. It rejects accidental and random connections, such as port scans, but
-  not a peer that can connect to that service.
+- Without a token, the chief draws a key and sends it to the tasks that it has met, whom it cannot
+  authenticate. It rejects accidental and random connections, such as port scans, but not a process
+  that joins the rendezvous.
 
 The gradients are neither encrypted nor signed: an attacker who can change packets between hosts can
 change gradients. Keep the network of a training private.

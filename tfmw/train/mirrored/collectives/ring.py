@@ -40,9 +40,6 @@ from tfmw.train.mirrored.collectives.all_reduce import (
 )
 from tfmw.train.mirrored.collectives.ring_links import PIECE_BYTES, Receiver, Sender
 
-QUIET_S = 5.0  # seconds without a byte after which neighbours are probed
-_MISSES = 2  # number of probes in a row without a response; a busy worker may miss one
-
 # Number of the exchange, number of bytes that follow, kind of exchange.
 _HEADER = struct.Struct("!QQ16s")
 
@@ -54,8 +51,6 @@ class Ring(AllReduce):
         rank: rank of this worker in the ring.
         workers: rank of each worker in the training, by its rank in the ring.
         to_next, from_previous: the links to both neighbours.
-        probe_peer: called with the rank of each neighbour after QUIET_S seconds without a byte;
-            raises if that worker does not respond. After two failures in a row it is lost.
         timeout_s: see `AllReduce`.
     """
 
@@ -65,7 +60,6 @@ class Ring(AllReduce):
         workers: Sequence[int],
         to_next: Sender,
         from_previous: Receiver,
-        probe_peer: Callable[[int], object],
         timeout_s: float | None,
     ):
         super().__init__(rank, len(workers))
@@ -73,7 +67,6 @@ class Ring(AllReduce):
         self._workers = workers
         self._before, self._after = workers[rank - 1], workers[(rank + 1) % self.size]
         self._next, self._previous = to_next, from_previous
-        self._probe_peer = probe_peer
 
     def part_number(self, rank: int) -> int:
         """The shard of a sum that a worker has first: the one that it receives last."""
@@ -262,19 +255,10 @@ class Ring(AllReduce):
             poll.register(self._previous.peer, select.POLLIN)
         if self._next.may_go:
             self._next.watch(poll)
-        begin, misses = time.monotonic(), 0
+        begin = time.monotonic()
         recorder.waits_for(self._before if reading else self._after)
-        while not poll.poll(1000 * min(QUIET_S, self.timeout_s or QUIET_S)):
-            try:
-                for worker in {self._after, self._before}:
-                    self._probe_peer(worker)
-                misses = 0
-            except Exception:
-                misses += 1
-                if misses == _MISSES:
-                    raise
-            if self.timeout_s is not None and time.monotonic() - begin > self.timeout_s:
-                raise RingBroken(f"no value was sent or received for {self.timeout_s:g} s")
+        if not poll.poll(None if self.timeout_s is None else 1000 * self.timeout_s):
+            raise RingBroken(f"no value was sent or received for {self.timeout_s:g} s")
         recorder.waited(time.monotonic() - begin)
 
     def _differ(self, remote: str, local: str) -> RuntimeError:
@@ -307,7 +291,6 @@ def connect(
     key: bytes,
     from_all: Callable[[Any], list[Any]],
     workers: Sequence[int],
-    probe_peer: Callable[[int], object] = lambda rank: None,
     timeout_s: float | None = None,
 ) -> Ring:
     """Joins the ring, or one of several rings. All workers must call it.
@@ -318,7 +301,7 @@ def connect(
         key: the key of this training; see listener.py.
         from_all: an all-gather, which returns every worker's value, by rank.
         workers: ranks of this worker's ring.
-        probe_peer, timeout_s: see `Ring`.
+        timeout_s: see `Ring`.
 
     Raises:
         RingBroken: two neighbours could not connect; raised on all workers, with their names.
@@ -345,4 +328,4 @@ def connect(
             raise RingBroken("; ".join(problems))
         undo.pop_all()
         own.close()
-    return Ring(place, workers, to_next, from_previous, probe_peer, timeout_s)
+    return Ring(place, workers, to_next, from_previous, timeout_s)

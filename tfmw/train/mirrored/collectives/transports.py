@@ -29,10 +29,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmw.cluster.membership import JoinedCluster
 from tfmw.compat import placement
+from tfmw.compat.connected_strategy import ConnectedStrategy
+from tfmw.compat.models import lifted_variable
 from tfmw.observe import recorder
 from tfmw.train.mirrored.collectives.all_reduce import Add, AllReduce, Cuts, add_arrays
-from tfmw.train.mirrored.collectives.connection import ring_of
+from tfmw.train.mirrored.collectives.connection import joined_ring, ring_of
 from tfmw.train.mirrored.replicas import flattened, local_index, split_as
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -53,10 +56,30 @@ def transport_of(strategy: tf.distribute.Strategy, options: Any) -> Transport:
     Args:
         options: TensorFlow's options for its collectives; None for its defaults.
     """
-    pack = options.bytes_per_pack if options is not None else 0
     ring = ring_of(strategy)
-    if ring is None:
-        return OverTensorFlow(strategy, options, pack)
+    if ring is not None:
+        return _over(ring, options)
+    return OverTensorFlow(strategy, options, 0 if options is None else options.bytes_per_pack)
+
+
+def connected_strategy(joined: JoinedCluster, resolver: Any) -> tf.distribute.Strategy:
+    """The strategy of a cluster of workers over their ring.
+
+    Args:
+        resolver: TensorFlow's description of the cluster and this task.
+    """
+
+    @functools.cache
+    def transport() -> OverRing:
+        ring = joined_ring(joined)
+        assert ring is not None
+        return _over(ring, joined.options)
+
+    return ConnectedStrategy(resolver, joined.options, transport)
+
+
+def _over(ring: AllReduce, options: Any) -> OverRing:
+    pack = options.bytes_per_pack if options is not None else 0
     return OverRing(ring, pack or max(RING_PACK, ring.size * RING_PACK_OF_WORKER))
 
 
@@ -79,10 +102,13 @@ class OverRing:
         self.use(ring)
         self.pack_bytes = pack_bytes  # bytes of gradients in a bucket
         with tf.init_scope(), tf.device("cpu:0"):
-            self._turn = tf.Variable(0, dtype=tf.int64, trainable=False)
+            # One for all transports over a ring, as a step may contain exchanges of several.
+            if ring.turn is None:
+                ring.turn = lifted_variable(0, tf.int64)
+            self._turn = ring.turn
             # A variable without a static shape. Otherwise TensorFlow would compute values that do
             # not depend on the step once for all steps, into memory that the ring then overwrites.
-            self._no_indices = tf.Variable(tf.zeros([0, 1], tf.int64), False, shape=[None, 1])
+            self._no_indices = lifted_variable(tf.zeros([0, 1], tf.int64), tf.int64, [None, 1])
 
     def use(self, ring: AllReduce) -> None:
         """Sends over a ring, after the exchanges over an earlier one."""
@@ -151,13 +177,31 @@ class OverRing:
         self.ring.all_gather(own[0], cuts, out, "values")
 
     def _slices_of_all(self, grad: tf.IndexedSlices) -> tf.IndexedSlices:
-        parts = [grad.values, grad.indices]
-        values, indices = self._in_turn(
-            lambda *local: self.ring.gather(local), parts, parts, "gradients"
-        )
-        values.set_shape([None, *grad.values.shape[1:]])
-        indices.set_shape([None])
+        values, indices = self.rows_of_all([grad.values, grad.indices])
         return tf.IndexedSlices(values, indices, grad.dense_shape)
+
+    def rows_of_all(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
+        """All replicas' tensors, concatenated along the first axis; called in a replica context.
+
+        Args:
+            parts: tensors with the same number of rows, which may differ between replicas.
+        """
+        joined = self._in_turn(lambda *local: self.ring.gather(local), parts, parts, "gradients")
+        for part, own in zip(joined, parts, strict=True):
+            part.set_shape([None, *own.shape[1:]])
+        return joined
+
+    def broadcast(self, value: tf.Tensor) -> tf.Tensor:
+        """The first worker's value; it has the same shape and dtype on all workers."""
+
+        def exchange(own: np.ndarray) -> list[np.ndarray]:
+            flat = np.array(own).reshape(-1)
+            self.ring.broadcast(flat.view(np.uint8), what="values")
+            return [flat.reshape(own.shape)]
+
+        (first,) = self._in_turn(exchange, [value], [value], "values")
+        first.set_shape(value.shape)
+        return first
 
     def _in_memory(
         self, exchange: Callable[..., object], tensors: list[tf.Tensor], what: str
