@@ -5,8 +5,8 @@
 
 A picture that README.md shows is written to docs/images, as SVG.
 
-The stored outputs have the last state of a progress bar, no TensorFlow notices about machines
-without a GPU, no paths of this machine, and no times of execution.
+The stored outputs have the last state of a progress bar, tfmw's own lines alone of stderr, no paths
+of this machine, and no times of execution.
 """
 
 from __future__ import annotations
@@ -83,6 +83,9 @@ def readable(outputs: list[Any]) -> list[Any]:
     for output in found:
         if output.output_type == "stream":
             output.text = _last_state(output.text)
+        if output.get("name") == "stderr":  # notices of other libraries come and go
+            lines = output.text.splitlines(keepends=True)
+            output.text = "".join(line for line in lines if line.startswith("tfmw:"))
     return [o for o in found if o.output_type != "stream" or o.text]
 
 

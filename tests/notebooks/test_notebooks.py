@@ -310,11 +310,16 @@ def test_each_links_to_the_next() -> None:
 def test_outputs_are_cleaned() -> None:
     bar = "\r\x1b[1m1/2\x1b[0m - loss: 3\b\b\b\r\x1b[1m2/2\x1b[0m - loss: 1\n"
     notice = "WARNING: All log messages before absl::InitializeLog() is called are written to X\n"
+    warning = (
+        "./tqdm/auto.py:21: TqdmWarning: IProgress not found.\n  from .autonotebook import tqdm\n"
+    )
     outputs = [
-        nbformat.v4.new_output("stream", name="stderr", text=notice),
+        nbformat.v4.new_output("stream", name="stderr", text=notice + warning),
         nbformat.v4.new_output("stream", name="stdout", text="Epoch 1\n"),
         nbformat.v4.new_output("stream", name="stdout", text=bar),
         nbformat.v4.new_output("stream", name="stdout", text=f"in {ROOT}/tfmw\n"),
+        nbformat.v4.new_output("stream", name="stderr", text=f"tfmw: restored\n{warning}"),
     ]
-    (output,) = readable(outputs)
+    output, own = readable(outputs)
     assert output.text == "Epoch 1\n2/2 - loss: 1\nin ./tfmw\n"
+    assert own.text == "tfmw: restored\n"
