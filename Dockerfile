@@ -4,7 +4,7 @@
 FROM python:3.13-slim
 
 ARG TENSORFLOW=tensorflow
-ARG EXTRAS=cloud,notebook,parquet
+ARG EXTRAS=cloud,kubernetes,notebook,parquet
 
 WORKDIR /opt/tfmw
 COPY LICENSE README.md pyproject.toml ./
