@@ -70,6 +70,7 @@ RUN: dict[str, Here | Reason | str] = {
     "CUDA_VISIBLE_DEVICES=0 python train.py": Reason("needs a GPU"),
     "tfmw run --workers 2 train.py": "tests/docs/test_readme.py::test_the_readme",
     "tfmw run --workers 2 --log-dir logs train.py": Here(),
+    "tfmw run --keras on train.py": Here(),
     "tfmw env": "tests/test_cli.py::test_the_command",
     "tfmw token": "tests/hosts/test_launch.py::test_a_token_is_long_and_new_each_time",
     "mpirun .*": Reason(CLUSTER),
