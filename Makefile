@@ -66,9 +66,14 @@ test: $(DEV)
 # More cases of the kinds that make test has, what takes long, and the real Slurm, Spark and Ray. All of
 # it takes hours, then come the other targets of tests. With TESTS (files) or PART=8 (an eighth, another
 # one for each commit, or that of the SEED that a run has printed), it is only that.
-NIGHTLY_NEEDS := slurmctld:slurm-wlm java:default-jre-headless node:nodejs
+NIGHTLY_NEEDS := slurmctld:slurm-wlm java:default-jre-headless node:nodejs npm:npm
 
-nightly: $(DEV)
+AZURITE := build/azurite/node_modules/.bin/azurite-blob
+
+$(AZURITE):
+	@npm install --silent --no-audit --no-fund --prefix build/azurite azurite@3.35
+
+nightly: $(DEV) $(AZURITE)
 	@$(if $(TESTS),,$(foreach need,$(NIGHTLY_NEEDS),PATH="$$PATH:/usr/sbin" command -v $(firstword $(subst :, ,$(need))) >/dev/null || \
 	  { echo "make nightly needs $(lastword $(subst :, ,$(need))): apt-get install $(lastword $(subst :, ,$(need)))"; exit 1; };))
 	@$(if $(PART),TFMW_TEST_PART=$(PART)) $(if $(SEED),TFMW_TEST_SEED=$(SEED)) \

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from tests.helpers.buckets import CREDENTIALS, s3
+from tests.helpers.buckets import CREDENTIALS, NIGHTLY, opened
 from tests.helpers.cluster import ROOT
 from tfmw.errors import TfmwError, UsageError
 from tfmw.storage import bucket as bucket_module
@@ -22,9 +23,9 @@ from tfmw.train.checkpoint import evaluator
 from tfmw.train.checkpoint.store import BackupStore, verify
 
 
-@pytest.fixture(scope="module")
-def server():
-    with pytest.MonkeyPatch.context() as patch, s3(patch) as found:
+@pytest.fixture(scope="module", params=["s3", *NIGHTLY])
+def server(request):
+    with pytest.MonkeyPatch.context() as patch, opened(request.param, patch) as found:
         yield found
 
 
@@ -34,7 +35,8 @@ def url(server, request, monkeypatch, tmp_path):
     server.fault = lambda number, method, key: None
     monkeypatch.setattr(bucket_module, "_RETRY_S", 0.5)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    yield f"{server.url}/{request.node.name}"
+    name = re.sub(r"\W", "-", request.node.name)
+    yield f"{server.url}/{name}"
     server.fault = lambda number, method, key: None
     assert not list(tmp_path.iterdir()), "copies are left"
 
@@ -204,7 +206,7 @@ def test_a_bucket_that_cannot_be_read_is_no_damaged_backup(url, server):
         newest(url)
     assert not [secret for secret in CREDENTIALS.values() if secret in str(error.value)]
     server.fault = lambda number, method, key: 403
-    unusable = r"the backup directory cannot be used: s3://.*denied"
+    unusable = r"the backup directory cannot be used: \w+://.*denied"
     with pytest.raises(UsageError, match=unusable), BackupStore(url).locked():
         pass
 
@@ -268,6 +270,6 @@ def test_backups_of_another_layout_are_neither_removed_nor_ignored(url):
 
 def test_an_evaluator_needs_a_directory(url):
     with pytest.raises(
-        UsageError, match=r"and backup_dir 's3://.*' is in a bucket: use a directory"
+        UsageError, match=r"and backup_dir '\w+://.*' is in a bucket: use a directory"
     ):
         evaluator.watch(None, dict, url)

@@ -544,7 +544,7 @@ def test_second_run_is_refused_until_the_first_has_ended(store, monkeypatch, cap
     monkeypatch.setattr(disk, "LEASE_S", 0.0)
     with store.locked():
         assert value_of(store.read(written(store, 1) and 1)) == 1
-        assert ("has no flock, so tfmw renews the lease LOCK.2" in caplog.text) == bool(lacks)
+        assert ("has no flock, so tfmw renews a lease" in caplog.text) == bool(lacks)
         if lacks:
             Path(store.path, "LOCK.3").touch()  # of a run that took this one for dead
             with pytest.raises(OSError, match="another run has taken the lock"):
@@ -626,7 +626,8 @@ def test_training_continues_on_a_full_disk_and_the_old_backup_is_kept(tmp_path):
     assert seen["5"] == {"steps": [4, 10], "problems": []}  # there is space again
     assert seen["left"]["problems"] == []
     assert seen["left"]["names"] == ["LOCK", "step_000000000010", "step_000000000012"]
-    warned = [m for m in messages if m.startswith("no backup could be written to backups (")]
+    begin = f"no backup could be written to {tmp_path}/backups ("
+    warned = [m for m in messages if m.startswith(begin)]
     assert len(warned) == 2
     assert "training continues" in warned[0]
 

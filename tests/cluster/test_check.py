@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.buckets import s3
+from tests.helpers.buckets import NIGHTLY, opened
 from tests.helpers.by_hand import free_addresses
 from tests.helpers.cluster import ROOT
 
@@ -279,15 +279,17 @@ def test_a_directory_that_is_not_shared(checks, addresses, tmp_path):
     assert "--backup_dir /proc/self/cwd/run is not the same here as on worker 0" in bad(lines)[0]
 
 
+@pytest.mark.parametrize("store", ["s3", *NIGHTLY])
 @pytest.mark.parametrize("bucket", ["bucket", "another"])
-def test_a_place_in_a_bucket(checks, addresses, monkeypatch, bucket):
-    with s3(monkeypatch):
+def test_a_place_in_a_bucket(checks, addresses, monkeypatch, bucket, store):
+    with opened(store, monkeypatch) as server:
+        place = f"{server.url.replace('bucket', bucket)}/run7"
         for index in range(2):
-            checks.begin(index, addresses[:2], f"--backup-dir=s3://{bucket}/run7")
+            checks.begin(index, addresses[:2], f"--backup-dir={place}")
         (first, lines), (second, others) = checks.end()
     if bucket == "bucket":
         assert (first, second) == (0, 0)
-        assert any("s3://bucket/run7 is shared with worker 0" in line for line in others)
+        assert any(f"{place} is shared with worker 0" in line for line in others)
     else:
         assert first == 1
         assert "there is no such bucket: create it, or check its name" in bad(lines)[0]

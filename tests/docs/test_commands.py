@@ -86,7 +86,7 @@ RUN: dict[str, Here | Reason | str] = {
     "make demo": "tests/recipes/test_recipes.py::test_make_demo",
     "make docs": "tests/docs/test_docs.py::test_site_is_built",
     "make notebooks": "tests/notebooks/test_notebooks.py::test_first_fit",
-    r"make (test|test-[a-z-]+( SUITE=[a-z-]+)?|nightly( TESTS=\S+ PART=\d)?|updates|flaky)": Reason(
+    r"make (test|test-[a-z-]+( SUITE=[a-z-]+)?|nightly( TESTS=.+)?|updates|flaky)": Reason(
         "are the tests"
     ),
     "make (lint|lint type|test JOBS=1)": Reason("are parts of make test"),

@@ -1,11 +1,14 @@
-"""A local S3 (moto's), also as GCS, which loses, delays and refuses requests as a test wants.
+"""Local stores, which lose, delay and refuse requests as a test wants.
 
-with s3(monkeypatch) as server:                    # and the variables that name it
+with s3(monkeypatch) as server:                    # moto's S3, and the variables that name it
     Bucket(f"{server.url}/run7").put("a", b"1")    # server.url: "s3://bucket"
     server.fault = lambda number, method, key: 503 # of the requests from now on
     server.requests                                # ["PUT run7/a", ...]
     server.sent["run7/a"]                          # bytes
     server.sent_to["tests-key-id"]                 # bytes of all objects, by the id of the client
+
+moto also answers requests for GCS: their conditions become those of S3. `NIGHTLY` has servers of
+the other stores: fake-gcs-server for GCS, and Azurite for Azure.
 """
 
 from __future__ import annotations
@@ -25,10 +28,15 @@ import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
+from tests.helpers import azurite
+from tests.helpers.gcs import fake_gcs
 from tfmw.storage import bucket
 
 # They belong to no account. Because of them no client asks a cloud's machine for an identity.
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tests-key-id", "AWS_SECRET_ACCESS_KEY": "tests-secret"}
+
+NIGHTLY = [pytest.param(n, marks=pytest.mark.nightly) for n in ("fake-gcs-server", "azurite")]
+"""Stores that `make nightly` tests; `opened` starts them, as it does "s3" and "gs"."""
 
 # Codes of S3 for a status with which the store refuses.
 _CODES = {400: "AuthorizationHeaderMalformed", 401: "RequestTimeTooSkewed", 403: "AccessDenied"}
@@ -50,13 +58,14 @@ class Server:
 
     url = "s3://bucket"
 
-    def __init__(self, address: str = "127.0.0.1") -> None:
+    def __init__(self, address: str = "127.0.0.1", app: Any = None) -> None:
         self.fault: Fault = lambda number, method, key: None
         self.requests: list[str] = []
         self.sent: collections.Counter[str] = collections.Counter()
         self.sent_to: collections.Counter[str] = collections.Counter()
         self._generations: dict[str, str] = {}  # -> ETag
-        self._app = DomainDispatcherApplication(create_backend_app)
+        self._app = app
+        self._moto = DomainDispatcherApplication(create_backend_app)
         self._server = make_server(address, 0, self._answer, threaded=True)
         self._thread = threading.Thread(target=self._server.serve_forever, name="s3", daemon=True)
         endpoint = f"http://{address}:{self._server.server_port}"
@@ -70,10 +79,14 @@ class Server:
         }
         self.environ["GOOGLE_SERVICE_ACCOUNT_KEY"] = json.dumps(account)
         self.environ["GOOGLE_BASE_URL"] = endpoint
+        self.environ["AZURE_STORAGE_ENDPOINT"] = f"{endpoint}/{azurite.ACCOUNT}"
+        self.environ["AZURE_STORAGE_ACCOUNT_NAME"] = azurite.ACCOUNT
+        self.environ["AZURE_STORAGE_ACCOUNT_KEY"] = azurite.KEY
 
     def _answer(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        key = path.encode("latin-1").decode().removeprefix("/bucket").removeprefix("/")
+        key = path.encode("latin-1").decode().removeprefix(f"/{azurite.ACCOUNT}")
+        key = key.removeprefix("/bucket").removeprefix("/")
         self.requests.append(f"{method} {key}")
         action = self.fault(len(self.requests), method, key)
         if isinstance(action, threading.Event):
@@ -85,7 +98,10 @@ class Server:
         connection: socket.socket = environ["werkzeug.socket"]
         if action == "lost":
             return _ends_early(connection)
-        body = b"".join(self._app(self._of_gcs(environ), self._for_gcs(start)))
+        if self._app is not None:
+            body = b"".join(self._app(environ, start))
+        else:
+            body = b"".join(self._moto(self._of_gcs(environ), self._for_gcs(start)))
         if action == "applied":
             return _ends_early(connection)
         if action == "truncated":
@@ -124,6 +140,8 @@ class Server:
 
         endpoint = self.environ["AWS_ENDPOINT_URL"]
         self._thread.start()
+        if self._app is not None:
+            return self
         reset = urllib.request.Request(f"{endpoint}/moto-api/reset", b"")
         urllib.request.urlopen(reset).close()  # it is one for the whole process
         named = {"endpoint_url": endpoint, "region_name": "us-east-1"}
@@ -147,11 +165,28 @@ def _ends_early(connection: socket.socket, *data: bytes) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def s3(monkeypatch: pytest.MonkeyPatch, address: str = "127.0.0.1") -> Iterator[Server]:
-    """A local S3 until the end of the `with`, at an address of this machine."""
+def s3(
+    monkeypatch: pytest.MonkeyPatch, address: str = "127.0.0.1", app: Any = None
+) -> Iterator[Server]:
+    """A local S3 until the end of the `with`, at an address of this machine.
+
+    Args:
+        app: the WSGI application of another store.
+    """
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-    with Server(address) as server:
+    with Server(address, app) as server:
         for name, value in server.environ.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(bucket, "_QUICK_ANSWER_S", 60.0)  # machines of tests are slow
+        yield server
+
+
+@contextlib.contextmanager
+def opened(store: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A store by its name: "s3", "gs", or one of `NIGHTLY`; `server.url` is its bucket."""
+    with contextlib.ExitStack() as stack:
+        start = {"fake-gcs-server": fake_gcs, "azurite": azurite.azurite}.get(store)
+        app = None if start is None else stack.enter_context(start())
+        server = stack.enter_context(s3(monkeypatch, app=app))
+        server.url = {"s3": "s3", "azurite": "az"}.get(store, "gs") + "://bucket"
         yield server

@@ -31,6 +31,7 @@ from typing import Any
 from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked
 from tfmw.cluster.sockets import reserved_ports
 from tfmw.storage.bucket import Bucket
+from tfmw.storage.leased_object import DirectoryObjects
 
 BRIDGE, NETWORK = "tfmwbr", "10.88.7"
 
@@ -361,14 +362,12 @@ class Hosts:
 
     def record(self) -> dict[str, Any]:
         """The leader's last record."""
-        if self._bucket:
-            content = Bucket(self._bucket).read("LEADER")
-            data: dict[str, Any] | None = content and json.loads(content[0])["data"]
-            if data is None:
-                raise FileNotFoundError
-            return data
-        found: dict[str, Any] = json.loads((self.lock / "record.json").read_text())
-        return found
+        objects = Bucket(self._bucket) if self._bucket else DirectoryObjects(str(self.lock))
+        content = objects.read("LEADER")
+        data: dict[str, Any] | None = content and json.loads(content[0])["data"]
+        if data is None:
+            raise FileNotFoundError
+        return data
 
     def end(self, timeout_s: float = 120.0) -> list[int]:
         """Waits for all supervisors; returns their exit statuses. No process is left."""

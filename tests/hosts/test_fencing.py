@@ -114,10 +114,16 @@ def test_of_two_halves_of_a_cut_network_one_trains_and_the_other_reports_it(tmp_
         np.testing.assert_allclose(worker["history"]["ids"], [47.5] * epochs, rtol=1e-6)
 
 
+def _record(path: Path, attempt: int) -> None:
+    """Writes the record of a leader, as a task reads it."""
+    data = {"run": "abc", "attempt": attempt}
+    path.write_text(json.dumps({"token": "t", "owner": "process 7 on h0", "data": data}))
+
+
 def test_a_directory_stays_as_it_is_if_a_later_attempt_begins_during_its_write(
     tmp_path, monkeypatch
 ):
-    record, target = tmp_path / "record.json", tmp_path / "export"
+    record, target = tmp_path / "LEADER", tmp_path / "export"
     monkeypatch.setenv(fence.FENCE, str(record))
     monkeypatch.setenv(fence.ATTEMPT, "0")
     for begun in (0, 1):
@@ -127,22 +133,22 @@ def test_a_directory_stays_as_it_is_if_a_later_attempt_begins_during_its_write(
             written = Path(stack.enter_context(atomic_directory(str(target))))
             written.mkdir()
             (written / "model").write_text(f"attempt {begun}")
-            record.write_text(json.dumps({"run": "abc", "attempt": begun}))
+            _record(record, begun)
     assert (target / "model").read_text() == "attempt 0"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "record.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LEADER", "export"]
 
 
 @pytest.mark.parametrize("fenced", [True, False])
 def test_callbacks_write_nothing_at_the_end_of_an_epoch_that_others_train(
     fenced, tmp_path, monkeypatch
 ):
-    record, log = tmp_path / "record.json", tmp_path / "log.csv"
+    record, log = tmp_path / "LEADER", tmp_path / "log.csv"
     monkeypatch.setenv(fence.FENCE, str(record))
     monkeypatch.setenv(fence.ATTEMPT, "0")
-    record.write_text(json.dumps({"run": "abc", "attempt": 0}))
+    _record(record, 0)
 
     def others_begin(batch: int, logs: object) -> None:
-        record.write_text(json.dumps({"run": "abc", "attempt": int(fenced)}))
+        _record(record, int(fenced))
 
     logger = keras.callbacks.CSVLogger(log)
     callbacks = [
@@ -159,13 +165,13 @@ def test_callbacks_write_nothing_at_the_end_of_an_epoch_that_others_train(
 
 
 def test_only_an_earlier_attempt_of_the_same_run_gives_way(tmp_path, monkeypatch):
-    record = tmp_path / "record.json"
+    record = tmp_path / "LEADER"
     monkeypatch.delenv(fence.FENCE, raising=False)
     assert fence.owner() == ""
     assert not fence.precedes("process 7 on h0, attempt 1 of run abc")  # not fenced
     monkeypatch.setenv(fence.FENCE, str(record))
     monkeypatch.setenv(fence.ATTEMPT, "2")
-    record.write_text(json.dumps({"run": "abc", "attempt": 2}))
+    _record(record, 2)
     assert fence.owner() == "attempt 2 of run abc"
     for holder, earlier in (
         ("process 7 on h0, attempt 1 of run abc", True),

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers.buckets import s3
+from tests.helpers.buckets import NIGHTLY, opened, s3
 from tests.helpers.cluster import run_cluster
 from tests.helpers.hosts import NETWORK, Hosts, Loopback, Namespaces, network
 from tfmw.launcher import run_files
@@ -187,11 +187,12 @@ def test_hosts_with_several_workers_each(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_with_a_bucket_the_host_that_leads_dies_and_comes_back(tmp_path, monkeypatch):
+@pytest.mark.parametrize("store", ["s3", *NIGHTLY])
+def test_with_a_bucket_the_host_that_leads_dies_and_comes_back(tmp_path, monkeypatch, store):
     epochs, go = 8, tmp_path / "go"
     flags = [f"--backup_dir={tmp_path}/backup", f"--epochs={epochs}", "--pause=0.7", f"--go={go}"]
     options = ["--max-restarts=5", "--min-hosts=1", "--rejoin-timeout=1"]
-    with s3(monkeypatch) as server:
+    with opened(store, monkeypatch) as server:
         options.append(f"--rendezvous={server.url}/run7")
         with Hosts(tmp_path, 2, *options, program="hosts_fit.py", flags=flags) as h:
             h.wait_for(0, r"\] step \d+ at")

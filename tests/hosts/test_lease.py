@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import queue
-import signal
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,29 +14,25 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.backup_points import lacking
 from tests.helpers.buckets import s3
-from tests.helpers.cluster import ROOT
 from tfmw.errors import UsageError
-from tfmw.launcher.hosts.lease import (
-    BucketLease,
-    DirectoryLease,
-    Lease,
-    LeaseKeeper,
-    Record,
-    lease_of,
-)
+from tfmw.launcher.hosts.lease import Lease, LeaseKeeper, Record, lease_of
 from tfmw.storage import directories, fence
-from tfmw.storage.leased_object import TTL_S, Lost
+from tfmw.storage.bucket import Bucket
+from tfmw.storage.leased_object import TTL_S, DirectoryObjects, Lost
 
 Make = Callable[[int], Lease]
 
 
-@pytest.fixture(params=["directory", "bucket"])
+@pytest.fixture(params=["directory", "directory without flock", "bucket"])
 def make(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Make]:
     """Makes the lease of a host; all of them are of one run."""
-    if request.param == "directory":
+    if request.param != "bucket":
+        if request.param != "directory":
+            monkeypatch.setattr(fcntl, "flock", lacking(errno.ENOSYS))
         yield lambda host: lease_of(f"dir:{tmp_path}/run", host)
         return
     with s3(monkeypatch) as server:
@@ -97,90 +92,46 @@ def test_a_record_that_cannot_be_read_lets_nobody_write(tmp_path, monkeypatch):
         fence.check()
 
 
-def test_a_directorys_lock_ends_with_its_holder(tmp_path):
-    """A stopped holder keeps the lock: no other host may lead then."""
-    program = (
-        "import sys, signal; from pathlib import Path\n"
-        "from tfmw.launcher.hosts.lease import DirectoryLease\n"
-        f"lease = DirectoryLease(Path({str(tmp_path)!r}))\n"
-        "assert lease.acquire()\n"
-        "print('held', flush=True); signal.pause()\n"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    with holder:
-        try:
-            assert holder.stdout
-            assert holder.stdout.readline() == b"held\n"
-            lease = DirectoryLease(tmp_path)
-            holder.send_signal(signal.SIGSTOP)
-            assert not lease.acquire()
-        finally:
-            holder.kill()
-        holder.wait()
-        assert lease.acquire()
-        lease.release()
-
-
-def test_a_directorys_secret_is_for_its_owner_only(tmp_path):
-    DirectoryLease(tmp_path).secret()
-    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
-
-
-def test_a_directory_that_was_given_to_another_is_noticed(tmp_path):
-    """A network file system whose server was unreachable may give the lock to another holder."""
-    clock = [0.0]
-    one, other = (DirectoryLease(tmp_path, clock=lambda: clock[0]) for _ in range(2))
-    assert one.acquire()
-    one.publish(Record("run", attempt=1))
-    (tmp_path / "LEADER").unlink()
-    assert other.acquire()
-    other.publish(Record("run", attempt=2))
-    with pytest.raises(Lost, match="another host"):
-        one.renew()
-    clock[0] += TTL_S
-    with pytest.raises(Lost, match="not renewed in time"):
-        other.publish(Record("run", attempt=3))
-    other.release()
-
-
-def test_a_directory_that_stalled_is_given_back(tmp_path, monkeypatch):
-    """The holder has stopped to lead meanwhile, and another one can."""
-    clock = [0.0]
-    one, other = (DirectoryLease(tmp_path, clock=lambda: clock[0]) for _ in range(2))
-    assert one.acquire()
-    one.publish(Record("run", attempt=1))
-    read = one.record
-
-    def stalls() -> Record | None:
-        clock[0] += TTL_S + 1
-        return read()
-
-    monkeypatch.setattr(one, "record", stalls)
-    with pytest.raises(Lost, match="not renewed in time"):
-        one.renew()
-    assert other.acquire()
-    other.release()
-
-
-def test_a_record_whose_writing_stalled_is_not_put_in_its_place(tmp_path, monkeypatch):
-    clock = [0.0]
-    lease = DirectoryLease(tmp_path, clock=lambda: clock[0])
+def test_a_directorys_files_are_for_their_owner_only(tmp_path):
+    lease = lease_of(f"dir:{tmp_path}", 0)
+    lease.secret()
     assert lease.acquire()
-    lease.publish(Record("run", attempt=1))
+    for name in ("key", "LEADER"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    lease.release()
+
+
+def test_a_record_whose_writing_stalled_is_still_the_holders(tmp_path, monkeypatch):
+    """A stalled write blocks other hosts, which then have to wait for the time of a lease."""
+    clock, other_clock = [0.0], [100.0]
+    objects = DirectoryObjects(str(tmp_path))
+    lease = Lease(objects, 0, clock=lambda: clock[0])
+    other = Lease(objects, 1, clock=lambda: other_clock[0])
+    assert lease.acquire()
+    assert not other.acquire()
     synced = os.fsync
+    refused: list[bool] = []
 
     def stalls(descriptor: int) -> None:
         synced(descriptor)
-        clock[0] += TTL_S + 1
+        if not refused:
+            clock[0], other_clock[0] = TTL_S, 100.0 + TTL_S
+            refused.append(True)
+            with pytest.raises(BlockingIOError):
+                other.acquire()
 
     monkeypatch.setattr(os, "fsync", stalls)
+    lease.publish(Record("run", attempt=1))
+    assert refused
+    assert not other.acquire()
+    assert other.record() == Record("run", attempt=1)
     with pytest.raises(Lost, match="not renewed in time"):
         lease.publish(Record("run", attempt=2))
-    assert lease.record() == Record("run", attempt=1)
+    other_clock[0] += TTL_S
+    assert other.acquire()
+    clock[0] += TTL_S
+    with pytest.raises(Lost, match="another process has taken over"):
+        lease.renew()
 
 
 class Stalling:
@@ -227,8 +178,9 @@ def test_a_lock_with_which_nobody_leads_is_given_back(stalls):
 def test_a_holder_in_a_bucket_stops_before_another_can_lead(monkeypatch):
     clocks = [[0.0], [100.0]]
     with s3(monkeypatch) as server:
-        one = BucketLease(f"{server.url}/run7", 0, clock=lambda: clocks[0][0])
-        other = BucketLease(f"{server.url}/run7", 1, clock=lambda: clocks[1][0])
+        bucket = Bucket(f"{server.url}/run7", quick=True)
+        one = Lease(bucket, 0, clock=lambda: clocks[0][0])
+        other = Lease(bucket, 1, clock=lambda: clocks[1][0])
         assert one.acquire()
         assert one.held_until == 8.0
         one.publish(Record("run", attempt=1))

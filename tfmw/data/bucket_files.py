@@ -12,6 +12,7 @@ import bisect
 import contextlib
 import fnmatch
 import functools
+import glob
 import hashlib
 import io
 import logging
@@ -24,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tfmw.errors import UsageError
-from tfmw.storage.bucket import CHUNK, Bucket, is_bucket
+from tfmw.storage.bucket import Bucket, is_bucket
 
 logger = logging.getLogger("tfmw")
 
@@ -35,11 +36,13 @@ _GAP = 1 << 10  # bytes between two ranges that are read, too: another request h
 _PARALLEL = 32  # requests of one process at the same time
 
 
-def expanded(url: str) -> list[str]:
+def expanded(path: str) -> list[str]:
     """The files that a name with `*`, `?` or `[...]` matches, in order; another name as it is."""
-    folder, _, pattern = url.rpartition("/")
-    if not is_bucket(url) or not set("*?[") & set(pattern):
-        return [url]
+    if not glob.has_magic(path) or os.path.exists(path):
+        return [path]
+    if not is_bucket(path):
+        return sorted(glob.glob(path))
+    folder, _, pattern = path.rpartition("/")
     return [f"{folder}/{name}" for name in sorted(fnmatch.filter(_listed(folder), pattern))]
 
 
@@ -94,26 +97,26 @@ class BucketFile:
         return found
 
     def _fetch(self, begin: int, end: int) -> bytes:
-        if begin == end:
-            return b""
-        data = self._bucket.read_version(self._name, begin, end, self.etag)
-        if data is None or len(data) != end - begin:
-            raise UsageError(
-                f"{self.url} has changed since this run began: start it again, with the files as "
-                "they are now or as they were."
-            )
+        data = self._bucket.read_range(self._name, begin, end, self.etag)
+        if data is None:
+            raise self._changed()
         return data
+
+    def _changed(self) -> UsageError:
+        return UsageError(
+            f"{self.url} has changed since this run began: start it again, with the files as they "
+            "are now or as they were."
+        )
 
     @contextlib.contextmanager
     def copy(self) -> Iterator[str]:
         """Yields the path of a temporary copy."""
         with tempfile.TemporaryDirectory(prefix="tfmw-records-") as folder:
             path = os.path.join(folder, "records")
-            with open(path, "wb") as file:
-                for first in range(0, self.size, _PARALLEL * CHUNK):
-                    end = min(first + _PARALLEL * CHUNK, self.size)
-                    begins = range(first, end, CHUNK)
-                    file.writelines(_pool().map(self._fetch, begins, [*begins[1:], end]))
+            try:
+                self._bucket.download([(self._name, self.size, path)], self.etag)
+            except ValueError:
+                raise self._changed() from None
             yield path
 
     def opened(self) -> io.RawIOBase:
@@ -180,11 +183,15 @@ def _key(file: BucketFile) -> tuple[int, ...]:
     return tuple(int.from_bytes(digest[:7], "big") for digest in digests)
 
 
-@functools.cache
-def cache_of(directory: str | None, limit: int) -> RangeCache | None:
+def cache_of(directory: str | os.PathLike[str] | None, limit: int) -> RangeCache | None:
     """The cache in a directory; None if there is no directory, or if it cannot be used."""
+    return None if directory is None else _cache(os.path.abspath(directory), limit)
+
+
+@functools.cache
+def _cache(directory: str, limit: int) -> RangeCache | None:
     try:
-        return None if directory is None else RangeCache(directory, limit)
+        return RangeCache(directory, limit)
     except (OSError, sqlite3.Error) as error:
         logger.warning(
             "no cache in %s (%s): all records are read from the bucket", directory, error

@@ -16,7 +16,6 @@ to a record in a file. So a resumed run reads the remaining records only.
 from __future__ import annotations
 
 import functools
-import glob
 import itertools
 import logging
 import os
@@ -65,7 +64,7 @@ def from_records(
     the bytes are not compared.
 
     Args:
-        files: one path or several, on a disk that all workers see or in a bucket, without
+        files: a path, a pattern or several, on a disk that all workers see or in a bucket, without
             compression: `s3://bucket/train-*.tfrecord`, `gs://...`, `az://...`. From a
             bucket each worker fetches its own records.
         kind: "tfrecord", or "text" for lines.
@@ -81,7 +80,7 @@ def from_records(
     """
     if kind not in ("tfrecord", "text"):
         raise UsageError(f'received kind={kind!r}: expected "tfrecord" or "text".')
-    cache = cache_of(_text(cache_dir), cache_bytes)
+    cache = cache_of(cache_dir, cache_bytes)
     return from_index(Records(_paths(files), kind, index_dir, cache), in_threads=True)
 
 
@@ -103,7 +102,7 @@ def from_tars(
     samples only, and of them these members only; a resumed run reads no sample again.
 
     Args:
-        files: one path or several, on a disk that all workers see or in a bucket, without
+        files: a path, a pattern or several, on a disk that all workers see or in a bucket, without
             compression: `s3://bucket/train-*.tar`, `gs://...`, `az://...`. From a bucket
             each worker fetches its own samples.
         extensions: extensions of the members to read: the part of a name after its first dot.
@@ -119,19 +118,17 @@ def from_tars(
             f'received extensions={extensions!r}: expected several, as ["jpg", "cls"].'
         )
     names = [name.lower().lstrip(".") for name in extensions]
-    cache = cache_of(_text(cache_dir), cache_bytes)
+    cache = cache_of(cache_dir, cache_bytes)
     records = Records(_paths(files), "/".join(["tar", *names]), index_dir, cache)
     return from_index(_Samples(records, names), in_threads=True)
 
 
 def _paths(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
-    several = [files] if isinstance(files, str | os.PathLike) else files
+    several = [files] if isinstance(files, str | os.PathLike) else list(files)
     paths = [disk.absolute(os.fspath(path)) for path in several]
-    return [found for path in paths for found in expanded(path)]
-
-
-def _text(path: str | os.PathLike[str] | None) -> str | None:
-    return None if path is None else disk.absolute(os.fspath(path))
+    if not (found := [each for path in paths for each in expanded(path)]):
+        raise UsageError(f"no file {files!r}: expected a path, a pattern or several paths.")
+    return found
 
 
 class _Samples:
@@ -169,21 +166,21 @@ class Records:
         index_dir: str | os.PathLike[str] | None,
         cache: RangeCache | None = None,
     ):
-        # int64 [records, 2] of a file: begin and end of the bytes
-        index_of = functools.partial(record_index.index_of, kind=kind, index_dir=index_dir)
-        indices: list[np.ndarray | None] = [None] * len(paths)
+        # int64 [records, 2] of a file: begin and end of the bytes; only those that nothing keeps
+        made: dict[int, np.ndarray] = {}
         self.counts = [0] * len(paths)
         for file in _from_own_share(len(paths)):
-            index = index_of(paths[file])
-            self.counts[file] = len(index)
-            indices[file] = None if isinstance(index, np.memmap) else index
+            if index_dir is None:
+                made[file] = record_index.index_of(paths[file], kind, None)
+                self.counts[file] = len(made[file])
+            else:
+                self.counts[file] = record_index.count_of(paths[file], kind, index_dir)
         self._ends: np.ndarray = np.cumsum(self.counts)
 
         def opened(file: int) -> tuple[_File | BucketFile, np.ndarray]:
-            path = paths[file]
-            index = indices[file]  # indices on disk are memory-mapped, each with a file descriptor
+            path, index = paths[file], made.get(file)
             opened = BucketFile(path, cache) if is_bucket(path) else _File(path)
-            return opened, index_of(path) if index is None else index
+            return opened, record_index.index_of(path, kind, index_dir) if index is None else index
 
         self._opened = functools.lru_cache(_OPENED)(opened)
 
@@ -253,13 +250,7 @@ def from_parquet(
     Raises:
         UsageError: no file, no rows, or a column that is no array.
     """
-    found: list[str] = []
-    for path in _paths(files):
-        there = is_bucket(path) or os.path.exists(path)
-        found += [path] if there else sorted(glob.glob(path))
-    if not found:
-        raise UsageError(f"no parquet file {files!r}: expected a path, a pattern or several paths.")
-    return from_index(_ParquetRows(found, columns, cache_of(_text(cache_dir), cache_bytes)))
+    return from_index(_ParquetRows(_paths(files), columns, cache_of(cache_dir, cache_bytes)))
 
 
 class _ParquetRows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import functools
 import hashlib
 import io
 import itertools
@@ -22,7 +23,6 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -35,6 +35,7 @@ DIRECTORY = "record_index"
 
 _LARGE = 1 << 26  # bytes of files whose indexing takes a second or more
 _PIECE = 1 << 26  # bytes of a text that are processed together
+_HEADER, _ROW = 128, 16  # bytes of an index before its rows, and of a row
 
 # Format of tensorflow/core/lib/io/record_writer.h: uint64 length, uint32 checksum of it, the bytes,
 # uint32 checksum of those.
@@ -96,62 +97,88 @@ def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
     Raises:
         UsageError: the file is missing, compressed or incomplete.
     """
+    name, make = _named(path, kind, index_dir)
+    return make() if index_dir is None else _kept(name, make, os.fspath(index_dir))
+
+
+def count_of(path: str, kind: str, index_dir: str | os.PathLike[str]) -> int:
+    """The number of records of a file; an index in a bucket is not read for it."""
+    if is_bucket(os.fspath(index_dir)):
+        name, _ = _named(path, kind, index_dir)
+        known, size = _known(os.fspath(index_dir)).get(_place_in(name), ("", 0))
+        if known == name:
+            return (size - _HEADER) // _ROW
+    return len(index_of(path, kind, index_dir))
+
+
+def _named(
+    path: str, kind: str, index_dir: str | os.PathLike[str] | None
+) -> tuple[str, Callable[[], np.ndarray]]:
+    """(name of an index, with a digest of the file's version; a function that makes it)."""
     if is_bucket(path):
         # Not above: the process that makes indices would import TensorFlow with it.
         from tfmw.data.bucket_files import BucketFile
 
-        return _index_of_object(BucketFile(path), kind, index_dir)
-    try:
-        facts = os.stat(path)
-    except OSError as error:
-        raise UsageError(
-            f"cannot read {path}: {error.strerror}; expected a file on this machine."
-        ) from error
-    if index_dir is None:
-        return _index(path, kind)
-    version = f"{os.path.abspath(path)} {facts.st_size} {facts.st_mtime_ns} {kind}"
-    return _kept(version, lambda: _index(path, kind), index_dir)
+        file = BucketFile(path)
+        place, version = file.url, f"{file.size} {file.etag}"
+
+        def make() -> np.ndarray:
+            with file.copy() as copy:
+                return _index(copy, kind)
+
+    else:
+        try:
+            facts = os.stat(path)
+        except OSError as error:
+            raise UsageError(
+                f"cannot read {path}: {error.strerror}; expected a file on this machine."
+            ) from error
+        place, version = os.path.abspath(path), f"{facts.st_size} {facts.st_mtime_ns}"
+        make = lambda: _index(path, kind)  # noqa: E731
+    encoded = (t.encode(errors="surrogateescape") for t in (f"{place} {kind}", version))
+    name = "-".join(hashlib.sha256(text).hexdigest()[:32] for text in encoded) + ".npy"
+    if index_dir is not None and is_bucket(path):
+        if _known(os.fspath(index_dir)).get(_place_in(name), (name, 0))[0] != name:
+            raise UsageError(
+                f"{path} has changed since its index in {index_dir} was made: a run that resumes "
+                "would read other records. To train on the object as it is, name another index_dir."
+            )
+    return name, make
 
 
-def _index_of_object(file: Any, kind: str, index_dir: str | os.PathLike[str] | None) -> np.ndarray:
-    """The index of a `BucketFile`. Before it, the array has a digest of the object's version."""
-    digest = hashlib.sha256(f"{file.size} {file.etag}".encode()).digest()
-    seal: np.ndarray = np.frombuffer(digest[:16], np.int64)[None]
-
-    def make() -> np.ndarray:
-        with file.copy() as path:
-            return np.concatenate([seal, _index(path, kind)])
-
-    kept = make() if index_dir is None else _kept(f"{file.url} {kind}", make, index_dir)
-    if not np.array_equal(kept[:1], seal):
-        raise UsageError(
-            f"{file.url} has changed since its index in {index_dir} was made: a run that resumes "
-            "would read other records. To train on the object as it is, name another index_dir."
-        )
-    return kept[1:]
+def _place_in(name: str) -> str:
+    return name.partition("-")[0]
 
 
-def _kept(
-    version: str, make: Callable[[], np.ndarray], index_dir: str | os.PathLike[str]
-) -> np.ndarray:
-    """The index of a version of a file, from a directory or a bucket, or made and put there."""
-    name = hashlib.sha256(version.encode(errors="surrogateescape")).hexdigest()[:32]
-    if is_bucket(os.fspath(index_dir)):
-        bucket = Bucket(os.fspath(index_dir))
-        found = bucket.read(f"{name}.npy")
-        if found is None:
-            content = io.BytesIO()
-            np.save(content, make())
-            bucket.put(f"{name}.npy", content.getvalue())
-            found = content.getvalue(), {}
-        return np.load(io.BytesIO(found[0]), allow_pickle=False)
-    kept = os.path.join(os.fspath(index_dir), f"{name}.npy")
-    if not os.path.exists(kept):
+@functools.cache
+def _known(index_dir: str) -> dict[str, tuple[str, int]]:
+    """(name, bytes) of the indices in a directory or a bucket, by the digest of the file's path."""
+    if is_bucket(index_dir):
+        sizes = {name: size for name, (size, _) in Bucket(index_dir).entries()[1].items()}
+    else:
+        sizes = dict.fromkeys(os.listdir(index_dir) if os.path.isdir(index_dir) else (), 0)
+    return {_place_in(name): (name, size) for name, size in sizes.items()}
+
+
+def _kept(name: str, make: Callable[[], np.ndarray], index_dir: str) -> np.ndarray:
+    """An index from a directory or a bucket, or made and put there."""
+    if is_bucket(index_dir):
+        bucket = Bucket(index_dir)
+        if (found := bucket.read(name)) is not None:
+            return np.load(io.BytesIO(found[0]), allow_pickle=False)
+        content, index = io.BytesIO(), make()
+        np.save(content, index)
+        bucket.put(name, content.getvalue())
+        _known(index_dir)[_place_in(name)] = name, len(content.getvalue())
+        return index
+    path = os.path.join(index_dir, name)
+    if not os.path.exists(path):
         os.makedirs(index_dir, exist_ok=True)
-        with replacing(kept) as temporary:  # every worker writes it
+        with replacing(path) as temporary:  # every worker writes it
             np.save(temporary, make())
             flush(temporary)
-    return np.load(kept, mmap_mode="r", allow_pickle=False)
+        _known(index_dir)[_place_in(name)] = name, 0
+    return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 def _index(path: str, kind: str) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Objects in a bucket: conditional writes, uploads in parts, reads of ranges.
 
     bucket = Bucket("s3://bucket/run7")               # gs://bucket/run7, az://container/run7
-    version = bucket.create("record", b"1")           # None: it exists
+    version = bucket.replace("record", b"1", None)    # a new object
     version = bucket.replace("record", b"2", version) # None: another process has replaced it
     bucket.read("record")                             # (b"2", version); None: no such object
     bucket.upload("/tmp/tensors.data", "step_12/tensors.data")
@@ -41,28 +41,26 @@ _PARALLEL = 8  # number of concurrent requests for ranges
 _RETRY_S = 60.0  # seconds in which a request is repeated, after 500, 503 or a lost connection
 _QUICK_S = 3.0  # the same, for requests whose result is needed at once
 _ANSWER_S, _QUICK_ANSWER_S = 30.0, 2.0  # for one response, and for one that is needed at once
-_ENDPOINTS = (
-    "AWS_ENDPOINT_URL_S3",
-    "AWS_ENDPOINT_URL",
-    "AWS_ENDPOINT",
-    "AZURE_STORAGE_ENDPOINT",
-    "GOOGLE_BASE_URL",
+_NO_BUCKET = "NoSuchBucket|ContainerNotFound"
+_SAID = (r"status code: (\d{3}[ \w]*)", r"<Code>(\w+)</Code>")
+_ADVICE = (
+    # an address that gives a cloud's machine its credentials
+    (r"169\.254\.", "no credentials were found: set the variables that the store's client reads"),
+    (f"{_NO_BUCKET}|code: 404", "there is no such bucket: create it, or check its name"),
+    (
+        "AuthorizationHeaderMalformed|PermanentRedirect|without LOCATION",
+        "the bucket is in another region: set AWS_REGION to that",
+    ),
+    ("RequestTimeTooSkewed", "the clock of this machine differs from the store's: set it"),
+    (
+        "code: 40[13]",
+        "access is denied: give this process credentials that may read, write, list and delete "
+        "there",
+    ),
+    ("code: ", "the store refuses"),
+    ("", "the store does not respond, or not completely"),
 )
-_STATUS = re.compile(r"status code: (\d{3}[ \w]*)")
-_CODE = re.compile(r"<Code>(\w+)</Code>")
-_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
-_OTHER_REGION = ("AuthorizationHeaderMalformed", "PermanentRedirect", "without LOCATION")
-# prefix of the addresses that give a cloud's machine its credentials
-_MACHINES_IDENTITY = "169.254."
-_ADVICE = {
-    "bucket": "there is no such bucket: create it, or check its name",
-    "region": "the bucket is in another region: set AWS_REGION to that",
-    "access": "access is denied: give this process credentials that may read, write, list and "
-    "delete there",
-    "credentials": "no credentials were found: set the variables that the store's own client reads",
-    "clock": "the clock of this machine differs from the store's: set it",
-    "none": "the store does not respond, or not completely",
-}
+"""(pattern of a store's error, what is wrong and what to do); the first match counts."""
 
 
 def is_bucket(path: str) -> bool:
@@ -92,23 +90,21 @@ class Bucket:
                 found = self._api.get(self._store, name)
                 return bytes(found.bytes()), _version(found.meta)
             except FileNotFoundError as error:
-                if any(code in str(error) for code in _NO_BUCKET):
+                if re.search(_NO_BUCKET, str(error)):
                     raise
                 return None
 
-    def create(self, name: str, data: bytes) -> Version | None:
-        """Writes a new object; None if the name is taken, unless by the same content."""
-        return self._put(name, data, "create")
+    def replace(self, name: str, data: bytes, version: Version | None) -> Version | None:
+        """Writes an object; returns its new version, or None if another process was first.
 
-    def replace(self, name: str, data: bytes, version: Version) -> Version | None:
-        """Writes an object whose version is still `version`; None if it has changed."""
-        return self._put(name, data, {k: v for k, v in version.items() if v is not None})
-
-    def _put(self, name: str, data: bytes, mode: Any) -> Version | None:
+        Args:
+            version: the version that is replaced; None if there is no object yet.
+        """
         refused = self._api.exceptions.AlreadyExistsError, self._api.exceptions.PreconditionError
+        mode: Any = version and {k: v for k, v in version.items() if v is not None}
         with self._errors("written", name):
             try:
-                return _version(self._api.put(self._store, name, data, mode=mode))
+                return _version(self._api.put(self._store, name, data, mode=mode or "create"))
             except refused:
                 # A request whose response was lost is repeated, and finds its own content.
                 found = self.read(name)
@@ -124,43 +120,45 @@ class Bucket:
         with self._errors("written", name), open(path, "rb") as file:
             self._api.put(self._store, name, file, chunk_size=CHUNK, max_concurrency=_PARALLEL)
 
-    def read_ranges(self, name: str, starts: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
-        """Reads some ranges of bytes of an object."""
-        with self._errors("read", name):
-            found = self._api.get_ranges(self._store, name, starts=starts, lengths=lengths)
-            return [bytes(part) for part in found]
-
-    def read_version(self, name: str, begin: int, end: int, etag: str) -> bytes | None:
-        """A range of bytes of an object; None if it is gone, or its ETag another one."""
+    def read_range(self, name: str, begin: int, end: int, etag: str | None = None) -> bytes | None:
+        """A range of bytes of an object; None if it is gone, shorter, or its ETag another one."""
+        if begin == end:
+            return b""
+        options: dict[str, Any] = {"range": (begin, end)}
+        if etag is not None:  # lists of Azure have no quotes
+            options["if_match"] = etag if '"' in etag else f'"{etag}"'
         changed = self._api.exceptions.PreconditionError, FileNotFoundError
         with self._errors("read", name):
             try:
-                options = {"range": (begin, end), "if_match": etag}
-                return bytes(self._api.get(self._store, name, options=options).bytes())
+                data = bytes(self._api.get(self._store, name, options=options).bytes())
             except changed:
                 return None
+        return data if len(data) == end - begin else None
 
-    def download(self, files: Iterable[tuple[str, int, str]]) -> None:
+    def download(self, files: Iterable[tuple[str, int, str]], etag: str | None = None) -> None:
         """Reads objects into local files, ranges of several at a time.
 
         Args:
             files: (name of the object, its bytes, path of the file).
+            etag: expected ETag of the objects.
+
+        Raises:
+            ValueError: an object is missing or shorter, or its ETag is another one.
         """
         chunks = []
         for name, size, path in files:
             with open(path, "wb") as file:
                 file.truncate(size)
-            chunks += [
-                (name, start, min(CHUNK, size - start), path) for start in range(0, size, CHUNK)
-            ]
+            begins = range(0, size, CHUNK)
+            chunks += [(name, begin, min(begin + CHUNK, size), path) for begin in begins]
 
         def fetch(chunk: tuple[str, int, int, str]) -> None:
-            name, start, length, path = chunk
-            (data,) = self.read_ranges(name, [start], [length])
-            if len(data) != length:
-                raise OSError(f"{self.url}/{name} has fewer than {start + length} bytes")
+            name, begin, end, path = chunk
+            data = self.read_range(name, begin, end, etag)
+            if data is None:
+                raise ValueError(f"{name} is missing, or has changed")
             with open(path, "r+b") as file:
-                file.seek(start)
+                file.seek(begin)
                 file.write(data)
 
         for chunk in chunks[:1]:  # alone, it needs no thread: an exiting process has no pool
@@ -264,19 +262,13 @@ def _opened(url: str, quick: bool) -> tuple[Any, Any]:
         "client_options": {
             "connect_timeout": timedelta(seconds=_QUICK_ANSWER_S),
             "timeout": timedelta(seconds=_QUICK_ANSWER_S if quick else _ANSWER_S),
+            "allow_http": True,  # if a variable names such an endpoint
         },
         "retry_config": {
             "max_retries": 10,
             "retry_timeout": timedelta(seconds=_QUICK_S if quick else _RETRY_S),
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=100),
-                "max_backoff": timedelta(seconds=5),
-                "base": 2,
-            },
         },
     }
-    if any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS):
-        options["client_options"]["allow_http"] = True
     try:
         if (
             url.startswith("s3://")
@@ -301,20 +293,6 @@ def _version(meta: Any) -> Version:
 def _reason(error: Exception) -> str:
     """Reason of a store's error in words, with its status and its code."""
     text = str(error)
-    status, code = _STATUS.search(text), _CODE.search(text)
-    said = ", ".join(m[1].strip() for m in (status, code) if m)
-    if _MACHINES_IDENTITY in text:
-        kind, said = "credentials", ""
-    elif any(name in text for name in _NO_BUCKET) or (status and status[1].startswith("404")):
-        kind = "bucket"
-    elif any(name in text for name in _OTHER_REGION):
-        kind = "region"
-    elif "RequestTimeTooSkewed" in text:
-        kind = "clock"
-    elif status and status[1].startswith(("401", "403")):
-        kind = "access"
-    elif status is None:
-        kind = "none"
-    else:
-        return f"the store answered {said}"
-    return f"{_ADVICE[kind]}{said and f' ({said})'}"
+    advice = next(advice for pattern, advice in _ADVICE if re.search(pattern, text))
+    said = ", ".join(match[1].strip() for each in _SAID if (match := re.search(each, text)))
+    return f"{advice}{said and f' ({said})'}"

@@ -83,19 +83,18 @@ def locked(directory: str, name: str) -> Iterator[Callable[[], bool]]:
         UsageError: another process holds the lock, or it cannot be taken.
     """
     tf.io.gfile.makedirs(directory)
-    with contextlib.ExitStack() as stack:
-        yield _lock(stack, directory, name) if is_local(directory) else lambda: True
-
-
-def _lock(stack: contextlib.ExitStack, directory: str, name: str) -> Callable[[], bool]:
     path = os.path.join(directory, name)
     # A host that was cut off ends its tasks by itself, a few seconds after the others detect it.
     patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
-    try:
-        return stack.enter_context(file_lock(path, patience_s, fence.owner()))
-    except BlockingIOError:
-        holder = holder_of(path)
-        if fence.precedes(holder):
+    with contextlib.ExitStack() as stack:
+        is_held = lambda: True  # noqa: E731
+        try:
+            if is_local(directory):
+                is_held = stack.enter_context(file_lock(path, patience_s, fence.owner()))
+        except BlockingIOError:
+            holder = holder_of(path)
+            if not fence.precedes(holder):
+                raise in_use(directory, holder) from None
             # A task whose supervisor hangs may hold it, or a machine for which a file server still
             # waits.
             logger.warning(
@@ -104,14 +103,13 @@ def _lock(stack: contextlib.ExitStack, directory: str, name: str) -> Callable[[]
                 path,
                 holder,
             )
-            return lambda: True
-        raise in_use(directory, holder) from None
-    except OSError as e:
-        raise UsageError(
-            f"the directory {directory!r} cannot be locked ({e}): expected a directory that this "
-            f"process may write to, and in it no {name} or a plain file of that name that this "
-            "user owns."
-        ) from e
+        except OSError as e:
+            raise UsageError(
+                f"the directory {directory!r} cannot be locked ({e}): expected a directory that "
+                f"this process may write to, and in it no {name} or a plain file of that name that "
+                "this user owns."
+            ) from e
+        yield is_held
 
 
 def in_use(directory: str, holder: str) -> UsageError:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import logging
 import os
 import re
@@ -29,6 +30,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 logger = logging.getLogger("tfmw")
 
@@ -177,14 +179,18 @@ def _lease(path: str, stack: contextlib.ExitStack) -> Callable[[], bool] | None:
     thread = threading.Thread(target=keep, name="tfmw-lease", daemon=True)
     thread.start()
     stack.callback(release)
+    _warn_of_lease(path)
+    return is_held
+
+
+@functools.cache
+def _warn_of_lease(path: str) -> None:
     logger.warning(
-        "%s: this file system has no flock, so tfmw renews the lease %s instead; after a kill the "
-        "next run waits for %.0f s before it begins",
+        "%s: this file system has no flock, so tfmw renews a lease beside it instead; after a kill "
+        "the next run waits for %.0f s before it begins",
         path,
-        os.path.basename(own),
         LEASE_S,
     )
-    return is_held
 
 
 def _last_number(path: str) -> int:
@@ -208,10 +214,8 @@ def _is_free(lease: str) -> bool:
 
 
 def _content(lease: str) -> bytes | None:
-    # Opened each time, because only then a network file system asks its server.
-    try:
-        with open(lease, "rb") as file:
-            return file.read(100)
+    try:  # Opened each time, because only then a network file system asks its server.
+        return Path(lease).read_bytes()
     except FileNotFoundError:
         return None  # a higher number exists
 

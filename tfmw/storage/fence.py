@@ -4,24 +4,22 @@
 
 Hosts that were cut off from the others cannot know at once that these continued without them. So
 shared files are renamed to their final names only by tasks of the last attempt. A task compares its
-attempt (TFMW_ATTEMPT) with the record of the run's leader. TFMW_FENCE names the record: a file, or
-an object. A process without this variable may always write.
+attempt (TFMW_ATTEMPT) with the record of the run's leader. TFMW_FENCE names the record, a
+`LeasedObject`. A process without this variable may always write.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 from tfmw.errors import TfmwError
 from tfmw.storage.bucket import Bucket, is_bucket
-from tfmw.storage.leased_object import LeasedObject
+from tfmw.storage.leased_object import DirectoryObjects, LeasedObject
 
 FENCE = "TFMW_FENCE"
-"""Variable that names the record: a path, or "s3://bucket/run7/LEADER"."""
+"""Variable that names the record: "/shared/run7/LEADER", or "s3://bucket/run7/LEADER"."""
 
 ATTEMPT = "TFMW_ATTEMPT"
 
@@ -50,7 +48,7 @@ def check() -> None:
     place = os.environ.get(FENCE)
     if not place:
         return
-    last = recorded(place)
+    last = int(_record(place)["attempt"])
     if last > attempt():
         raise Fenced(
             f"this task belongs to attempt {attempt()}, and other hosts have begun attempt {last} "
@@ -80,24 +78,12 @@ def precedes(text: str) -> bool:
     return holder[2] == own[2] and int(holder[1]) < int(own[1])
 
 
-def recorded(place: str) -> int:
-    """Number of the last attempt in a record.
-
-    Raises:
-        OSError: it cannot be read, or is no record.
-    """
-    return int(_record(place)["attempt"])
-
-
 def _record(place: str) -> dict[str, Any]:
+    folder, _, name = place.rpartition("/")
+    objects = Bucket(folder, quick=True) if is_bucket(place) else DirectoryObjects(folder)
+    record: dict[str, Any] = LeasedObject(objects, name).look()
     try:
-        if is_bucket(place):
-            folder, _, name = place.rpartition("/")
-            found = LeasedObject(Bucket(folder, quick=True), name).look()
-        else:
-            found = json.loads(Path(place).read_text(encoding="utf-8"))
-        int(found["attempt"])
+        int(record["attempt"])
     except (ValueError, KeyError, TypeError) as error:
         raise OSError(f"{place} has no record of attempts") from error
-    record: dict[str, Any] = found
     return record

@@ -1,4 +1,4 @@
-"""A small object in a bucket that one process at a time may write: a lock and its data in one.
+"""A small object that one process at a time may write: a lock and its data in one.
 
     leased = LeasedObject(Bucket("s3://bucket/run7", quick=True), "LEADER")
     leased.acquire()                 # whether this process holds it now; `data` is the last data
@@ -12,11 +12,14 @@ replaces it once. So a holder that was paused, or cut off, cannot write after an
 for any duration of the pause and any clocks. The store compares the versions; clocks only determine
 when the next process tries. A waiting process takes over once the object has not changed for TTL_S
 seconds of its own clock; a holder is certain of its lock for a shorter time.
+
+The object is in a bucket, or a file in a directory (`DirectoryObjects`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -29,6 +32,7 @@ from typing import Any
 
 from tfmw.errors import TfmwError
 from tfmw.storage.bucket import Bucket, Version
+from tfmw.storage.disk import file_lock, flush, replacing
 
 TTL_S = 10.0
 """Seconds without a change after which another process takes the object over."""
@@ -38,6 +42,8 @@ BEAT_S = 2.5
 
 _MARGIN_S = 2.0  # time by which a holder is certain for less, for the delay of its last messages
 
+_NOTHING = b'{"token": "", "data": null}'
+
 Clock = Callable[[], float]
 
 
@@ -45,11 +51,44 @@ class Lost(TfmwError):
     """Error of a process that does not hold the lock, or cannot know whether it does."""
 
 
+class DirectoryObjects:
+    """Small files of a directory with the conditional writes of a `Bucket`.
+
+    Args:
+        url: the local directory.
+    """
+
+    def __init__(self, url: str):
+        self.url = url
+
+    def read(self, name: str) -> tuple[bytes, Version] | None:
+        try:
+            data = Path(self.url, name).read_bytes()
+        except FileNotFoundError:
+            return None
+        return data, {"sha256": hashlib.sha256(data).hexdigest()}
+
+    def replace(self, name: str, data: bytes, version: Version | None) -> Version | None:
+        path = os.path.join(self.url, name)
+        with file_lock(f"{path}.lock", patience_s=_MARGIN_S) as is_held:
+            found = self.read(name)
+            if (found and found[1]) != version:
+                return None
+            with replacing(path) as temporary:
+                with open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+                    file.write(data)
+                flush(temporary)
+                if not is_held():
+                    raise OSError(f"the lock of {path} was lost while its file system stalled")
+            flush(self.url)
+        return {"sha256": hashlib.sha256(data).hexdigest()}
+
+
 class LeasedObject:
     """The lock of an object, and its data.
 
     Args:
-        bucket: the bucket of the object.
+        bucket: the bucket or directory of the object.
         name: name of the object.
         owner: further text about the holder, which other processes read.
         clock: monotonic seconds.
@@ -58,7 +97,11 @@ class LeasedObject:
     """
 
     def __init__(
-        self, bucket: Bucket, name: str, owner: str = "", clock: Clock = time.monotonic
+        self,
+        bucket: Bucket | DirectoryObjects,
+        name: str,
+        owner: str = "",
+        clock: Clock = time.monotonic,
     ) -> None:
         self.data: Any = None  # the data that was read or written last
         self.holder = ""  # the holder at the last read; "" for none
@@ -73,30 +116,25 @@ class LeasedObject:
         # The version that was read or written last, and the time when this process saw it first.
         self.since = 0.0
         self._version: Version | None = None
+        self._content: dict[str, Any] = {}
         self._token = ""
         self._mutex = threading.RLock()
 
     def look(self) -> Any:
         """Reads the object; returns its data, None if it does not exist."""
         with self._mutex:
-            self._read()
+            text, version = self._bucket.read(self._name) or (_NOTHING, None)
+            if version != self._version:
+                self._version, self.since = version, self._clock()
+            try:
+                self._content = json.loads(text)
+                self._token, self.data = self._content["token"], self._content["data"]
+                self.holder = self._content["owner"] if self._token else ""
+            except (ValueError, KeyError, TypeError) as error:
+                raise OSError(
+                    f"{self._bucket.url}/{self._name} is not of tfmw, or damaged"
+                ) from error
             return self.data
-
-    def _read(self) -> dict[str, Any]:
-        found = self._bucket.read(self._name)
-        if found is None:
-            self._version, self._token, self.holder, self.data = None, "", "", None
-            return {}
-        text, version = found
-        if version != self._version:
-            self._version, self.since = version, self._clock()
-        try:
-            content: dict[str, Any] = json.loads(text)
-            self._token, self.data = content["token"], content["data"]
-            self.holder = content["owner"] if self._token else ""
-            return content
-        except (ValueError, KeyError, TypeError) as error:
-            raise OSError(f"{self._bucket.url}/{self._name} is not of tfmw, or damaged") from error
 
     def acquire(self, may_follow: Callable[[str], bool] = lambda owner: False) -> bool:
         """Takes the lock if it is free; returns whether this process holds it now.
@@ -108,10 +146,10 @@ class LeasedObject:
             if self.held_until:
                 return True
             asked = self._clock()
-            content = self._read()
+            self.look()
             waited = self._clock() - self.since >= TTL_S
             if self._token not in ("", self._own["token"]) and not (
-                waited or _is_gone(content) or may_follow(self.holder)
+                waited or _is_gone(self._content) or may_follow(self.holder)
             ):
                 return False
             if not self._put(self.data):
@@ -138,7 +176,7 @@ class LeasedObject:
                     self.held_until = asked + TTL_S - _MARGIN_S
                     return
                 # the content of another process, or of this one if its response was lost
-                self._read()
+                self.look()
             self.held_until = 0.0
             raise Lost(f"another process has taken over {self._bucket.url}/{self._name}")
 
@@ -146,10 +184,7 @@ class LeasedObject:
         """Replaces the version that was seen last, with new content and so a new ETag."""
         content = {**self._own, "nonce": secrets.token_hex(8), "data": data, **changes}
         text = json.dumps(content).encode()
-        if self._version is None:
-            version = self._bucket.create(self._name, text)
-        else:
-            version = self._bucket.replace(self._name, text, self._version)
+        version = self._bucket.replace(self._name, text, self._version)
         if version is None:
             return False
         self._version, self.since = version, self._clock()

@@ -151,8 +151,19 @@ class LocalFiles:
     # ------------------------------------------------------------ parts of several tasks
 
     def takes_parts(self, group: Group) -> bool:
-        """Whether each task can write its part of a backup. All tasks must ask."""
-        return is_shared(group, self.path)
+        """Whether each task can write its part of a backup. All tasks must ask.
+
+        Each task looks for the chief's file in the directory, and the chief for those of all.
+        """
+        with shared_directories.markers({"": self.path}) as (names, _):
+            written = group.from_all(names[""])
+            looked_for = written if group.is_chief else written[:1]
+            seen = all(
+                name is not None
+                and shared_directories.find_marker("", self.path, name, "", 0.0) is None
+                for name in looked_for
+            )
+            return all(group.from_all(seen))
 
     def begin(self, step: int) -> str:
         """Creates what tasks write their parts of a backup into."""
@@ -247,9 +258,9 @@ class BucketFiles:
             except OSError as error:  # the next renewal, or write, may succeed
                 logger.info("%s", error)
 
-    def _entries(self, data: Any) -> dict[int, dict[str, Any]]:
+    def _known(self) -> dict[int, dict[str, Any]]:
         """The backups by step: {"directory": its name, "files": {name: [object, bytes]}}."""
-        found = {}
+        found, data = {}, self._list.data if self._list.held_until else self._list.look()
         try:
             for step, entry in (data or {"backups": {}})["backups"].items():
                 names = [entry["directory"], *entry["files"]]
@@ -261,9 +272,6 @@ class BucketFiles:
             raise TfmwError(f"{self.path}/{_LIST} is damaged: {error}") from error
         return found
 
-    def _known(self) -> dict[int, dict[str, Any]]:
-        return self._entries(self._list.data if self._list.held_until else self._list.look())
-
     def steps(self) -> list[int]:
         return sorted(self._known())
 
@@ -274,7 +282,7 @@ class BucketFiles:
         """A copy of a backup.
 
         Raises:
-            ValueError: a file is missing, or has another size.
+            ValueError: a file is missing, or shorter.
             TfmwError: it cannot be read now.
         """
         entry = self._known()[step]
@@ -282,14 +290,11 @@ class BucketFiles:
         copy = tempfile.mkdtemp(prefix="tfmw-backup-")
         self._remove_copy = weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
         folder = f"{_DATA}/{entry['directory']}"
-        files = [(own, *of) for own, of in entry["files"].items() if only in ("", own)]
         try:
-            found = self._bucket.names(folder)
-            for _, name, size in files:
-                if (there := found.get(f"{folder}/{name}", (None, ""))[0]) != size:
-                    raise ValueError(f"{name} has {there} of {size} bytes")
             self._bucket.download(
-                (f"{folder}/{name}", size, os.path.join(copy, own)) for own, name, size in files
+                (f"{folder}/{name}", size, os.path.join(copy, own))
+                for own, (name, size) in entry["files"].items()
+                if only in ("", own)
             )
         except BaseException as error:
             self.forget()
@@ -391,15 +396,6 @@ class BucketFiles:
         shutil.rmtree(self._staged.pop(begun, ""), ignore_errors=True)
 
     def takes_parts(self, group: Group) -> bool:
-        return all(group.from_all(self._is_writable()))
-
-    def _is_writable(self) -> bool:
-        name = f"{_DATA}/probe-{secrets.token_hex(6)}"
-        try:
-            self._bucket.put(name, b"")
-            self._bucket.remove([name])
-        except (OSError, UsageError):
-            return False
         return True
 
 
@@ -410,18 +406,3 @@ def _refuse_all_but_files(path: str) -> None:
     for name in os.listdir(path):
         if not stat.S_ISREG(os.lstat(os.path.join(path, name)).st_mode):
             raise ValueError(f"{name!r} in it is not a plain file")
-
-
-def is_shared(group: Group, path: str) -> bool:
-    """Whether all tasks can write to a local directory, and see what others write.
-
-    All tasks must call it: each looks for the chief's file there, and the chief for those of all.
-    """
-    with shared_directories.markers({"": path}) as (names, _):
-        written = group.from_all(names[""])
-        looked_for = written if group.is_chief else written[:1]
-        seen = all(
-            name is not None and shared_directories.find_marker("", path, name, "", 0.0) is None
-            for name in looked_for
-        )
-        return all(group.from_all(seen))

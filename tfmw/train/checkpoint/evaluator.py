@@ -151,9 +151,8 @@ class _Evaluation:
             # again.
             export(self._model, os.path.join(self._path, _BEST))
         self.logs[backup.step] = logs
-        with tf.io.gfile.GFile(f"{self._done}.tmp", "w") as file:
-            file.write(json.dumps(self.logs))
-        tf.io.gfile.rename(f"{self._done}.tmp", self._done, overwrite=True)
+        with disk.replacing(self._done) as temporary, open(temporary, "w") as file:
+            json.dump(self.logs, file)
         self.history.on_epoch_end(backup.step, logs)
         logger.info("evaluated step %d: %s%s", backup.step, logs, ", the best" * best)
         return True

@@ -132,23 +132,13 @@ class BackupStore:
         self.path = self.files.path
         if disk.is_local(self.path):
             directories.check_name(self.path)
+        self.locked, self.path_of = self.files.locked, self.files.path_of
+        self.steps = self.files.steps
         self._damaged: set[int] = set()  # steps of damaged backups
-
-    def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Locks the directory for this run, and removes incomplete writes of killed runs.
-
-        Raises:
-            UsageError: another process holds the lock, or it cannot be taken.
-        """
-        return self.files.locked()
 
     def has_evaluator(self) -> bool:
         """Whether an evaluator watches this directory and has not evaluated all backups."""
         return os.path.exists(os.path.join(self.path, EVALUATOR_LOCK))
-
-    def path_of(self, step: int) -> str:
-        """Path or URL of the backup of one step."""
-        return self.files.path_of(step)
 
     # ------------------------------------------------------------ writing
 
@@ -220,10 +210,6 @@ class BackupStore:
         self.files.remove_folder(record_index.DIRECTORY)
 
     # ------------------------------------------------------------ reading
-
-    def steps(self) -> list[int]:
-        """Steps of all backups, complete or not, in order."""
-        return self.files.steps()
 
     def newest(self) -> Backup | None:
         """The newest backup with valid record and sizes; see `newest_intact`."""
