@@ -11,11 +11,13 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.helpers.by_hand import ByHand
 from tests.helpers.cases import each
@@ -26,6 +28,7 @@ from tfmw.observe import recorder
 from tfmw.train.mirrored.collectives import listener, ring, ring_links
 from tfmw.train.mirrored.collectives.all_reduce import RingBroken, even_cuts
 from tfmw.train.mirrored.collectives.ring import Ring
+from tfmw.train.mirrored.replicas import Replicas
 
 Array = np.ndarray[Any, Any]
 KEY = b"k" * 32
@@ -292,6 +295,20 @@ def test_silent_neighbour_is_waited_for_until_the_timeout(joined):
     rings = joined(2, timeout_s=0.3)
     with pytest.raises(RingBroken, match="no value was sent or received"):
         rings[0].sum(np.ones(10, "f"))
+
+
+@pytest.mark.parametrize("raised", [RingBroken("lost worker 1"), tf.errors.UnknownError(0, 0, "")])
+def test_the_lost_worker_is_named_though_the_ring_was_closed_first(raised):
+    """A thread closes the ring once it knows of the loss, and the exchange fails by itself."""
+    replicas = object.__new__(Replicas)
+    lost = tf.errors.UnavailableError(None, None, "worker 1 was lost")
+    group: Any = SimpleNamespace(shared_call=contextlib.nullcontext, root_cause=lambda found: lost)
+    replicas.group, transport = group, SimpleNamespace(ring=SimpleNamespace(broken=None))
+    replicas.transport = transport  # type: ignore[assignment]
+    transport.ring.broken = RingBroken("this worker has closed the ring")
+    named = pytest.raises(tf.errors.UnavailableError, match="worker 1 was lost")
+    with named, replicas.lost_peer_named():
+        raise raised
 
 
 def test_a_waiting_worker_sleeps_until_its_ring_is_closed(joined, monkeypatch):

@@ -17,6 +17,7 @@ from tfmw.data import Sharding
 from tfmw.data.whole_batches import WHOLE_BATCHES
 from tfmw.errors import UsageError
 from tfmw.observe.progress import blocking_call
+from tfmw.train.mirrored.collectives.all_reduce import RingBroken
 
 if TYPE_CHECKING:
     from tfmw.train.mirrored.collectives.transports import Transport
@@ -82,8 +83,9 @@ class Replicas:
         except Exception as e:
             ring = self.transport.ring
             broken = None if ring is None else ring.broken
-            # TensorFlow wraps the exception of an op, except in eager execution.
-            if broken is None or not (e is broken or isinstance(e, tf.errors.OpError)):
+            # TensorFlow wraps the exception of an op, except in eager execution. `broken` is
+            # another one if the ring was closed first, because the loss of a worker was known.
+            if broken is None or not (e is broken or isinstance(e, tf.errors.OpError | RingBroken)):
                 raise
             lost = isinstance(broken, OSError | tf.errors.OpError)
             raise (self.group.root_cause(broken) if lost else broken) from None
