@@ -3,6 +3,7 @@
 Each message is one sentence: the received value, the expected one, and the remedy.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -61,3 +62,18 @@ def printable(text: str) -> str:
 def is_whole(value: Any, least: float = float("-inf")) -> bool:
     """Whether an argument is an int of at least `least`, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def require_whole(name: str, value: Any, least: int) -> int:
+    """An argument that is a whole number; raises UsageError for others and for smaller ones."""
+    if not is_whole(value, least):
+        raise UsageError(f"received {name}={value!r}: expected a whole number from {least} up.")
+    return int(value)
+
+
+def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises UsageError for a value that is not one of the choices."""
+    if value not in choices:
+        raise UsageError(
+            f"unknown {name} {value!r}: expected one of {', '.join(map(repr, choices))}."
+        )

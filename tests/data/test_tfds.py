@@ -124,9 +124,9 @@ def test_files_are_shuffled_too(folder: Path) -> None:
 
 
 def test_wrong_use_raises(folder: Path) -> None:
-    with pytest.raises(UsageError, match="batch_size is 0: expected"):
+    with pytest.raises(UsageError, match="batch_size=0: expected"):
         data.tfds("numbers", "train", 0)
-    with pytest.raises(UsageError, match="shuffle is True: expected"):
+    with pytest.raises(UsageError, match="shuffle=True: expected"):
         data.tfds("numbers", "train", 8, shuffle=True)
     with pytest.raises(UsageError, match=r"with 5 replicas.*; use 10"):
         _pass(folder / "one", 5, 0)

@@ -124,5 +124,5 @@ def test_which_updates_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FUSED_UPDATE, "yes")
-    with pytest.raises(UsageError, match="TFMW_FUSED_UPDATE is 'yes': expected auto, on or off"):
+    with pytest.raises(UsageError, match="unknown TFMW_FUSED_UPDATE 'yes': expected one of 'auto'"):
         fuses(keras.optimizers.Adam(), [])

@@ -365,8 +365,8 @@ def test_saved_model(trained, tmp_path):
     [
         ({}, r"capacity=None and max_bytes=None: expected one of them"),
         ({"capacity": 5, "max_bytes": 5}, "capacity=5 and max_bytes=5"),
-        ({"capacity": 0}, "capacity=0: expected an int of at least 1"),
-        ({"capacity": 2.5}, "capacity=2.5: expected an int"),
+        ({"capacity": 0}, "capacity=0: expected a whole number from 1 up"),
+        ({"capacity": 2.5}, "capacity=2.5: expected a whole number"),
         ({"max_bytes": 39}, "max_bytes=39 is less than one row takes: expected 24 bytes"),
         ({"capacity": 5, "min_count": 0}, "min_count=0"),
         ({"capacity": 5, "max_age": -1}, "max_age=-1"),

@@ -199,8 +199,8 @@ def test_one_replica_with_an_outer_optimizer_is_that_algorithm_by_hand():
         ({"every": 2.5}, r"every=2\.5"),
         ({"every": 4, "overlap": 4}, r"fewer than every // fragments = 4"),
         ({"every": 2, "fragments": 3}, "one fragment for each step"),
-        ({"every": 2, "compression": "int2"}, "'int8' or 'int4'"),
-        ({"every": 2, "between": "hosts"}, "'replicas' or 'machines'"),
+        ({"every": 2, "compression": "int2"}, "one of None, 'int8', 'int4'"),
+        ({"every": 2, "between": "hosts"}, "one of 'replicas', 'machines'"),
         ({"every": 2, "outer_optimizer": 3}, "one of keras.optimizers"),
     ],
 )

@@ -225,8 +225,8 @@ class TestRowsOnTheirWay:
 
     def test_wrong_settings(self, travelled: Any) -> None:
         assert travelled["refused"] == [
-            "prefetch_rows is 2: expected 0 or 1.",
-            "row_compression is 'fp16': expected \"bf16\" or None.",
+            "unknown prefetch_rows 2: expected one of 0, 1.",
+            "unknown row_compression 'fp16': expected one of None, 'bf16'.",
             "prefetch_rows and row_compression are for rows that stay on servers, which "
             "sync_replicas=True does not have: leave them out, or train asynchronously.",
         ]

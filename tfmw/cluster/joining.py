@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tfmw.cluster import addresses, membership, rendezvous
@@ -29,7 +29,7 @@ from tfmw.cluster.imports import without_collection
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.cluster.memory import usable_bytes
 from tfmw.cluster.versions import common_versions
-from tfmw.errors import UsageError
+from tfmw.errors import UsageError, require_choice
 from tfmw.observe import task_process, trackers
 from tfmw.observe.progress import PROGRESS_FILE
 from tfmw.observe.trackers import RUN_ID
@@ -478,14 +478,6 @@ def require_collectives(collectives: Any) -> str:
         return "grpc"
     require_choice("collectives", collectives, COLLECTIVES)
     return str(collectives)
-
-
-def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raises UsageError for a value that is not one of the choices."""
-    if value not in choices:
-        raise UsageError(
-            f"unknown {name} {value!r}: expected one of {', '.join(map(repr, choices))}."
-        )
 
 
 def _require_not_started() -> None:

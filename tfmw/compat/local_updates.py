@@ -29,7 +29,7 @@ from tfmw.compat.models import native
 from tfmw.compat.objects import overridden
 from tfmw.compat.optimizers import variables_of, with_inner_optimizers
 from tfmw.compat.row_origins import joined, row_parts
-from tfmw.errors import UsageError
+from tfmw.errors import require_choice
 
 FUSED_UPDATE = "TFMW_FUSED_UPDATE"
 """Environment variable: "auto" (default), "on" for models of any size, or "off"."""
@@ -240,8 +240,7 @@ def fuses(optimizer: Any, variables: list[Any]) -> bool:
         UsageError: the environment variable is neither "auto", "on" nor "off".
     """
     choice = os.environ.get(FUSED_UPDATE, "auto")
-    if choice not in ("auto", "on", "off"):
-        raise UsageError(f"{FUSED_UPDATE} is {choice!r}: expected auto, on or off.")
+    require_choice(FUSED_UPDATE, choice, ("auto", "on", "off"))
     every = with_inner_optimizers(optimizer)
     is_of_keras = all(type(each).__module__.startswith("keras.") for each in every)
     values = [native(v) for v in variables]

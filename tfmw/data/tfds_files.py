@@ -21,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.errors import UsageError, is_whole
+from tfmw.errors import UsageError, require_whole
 
 
 def tfds(
@@ -64,11 +64,8 @@ def tfds(
         UsageError: a wrong `batch_size` or `shuffle`; when the function is called: a batch size
             that the replicas do not divide, or an empty split.
     """
-    for what, value, least in (("batch_size", batch_size, 1), ("shuffle", shuffle, 0)):
-        if not is_whole(value, least):
-            raise UsageError(
-                f"{what} is {value!r}: expected a number of examples, at least {least}."
-            )
+    require_whole("batch_size", batch_size, 1)
+    require_whole("shuffle", shuffle, 0)
 
     def dataset_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
         import tensorflow_datasets

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.compat import row_updates, table_variables
-from tfmw.errors import UsageError, is_whole
+from tfmw.errors import UsageError, is_whole, require_whole
 from tfmw.tables import hashing
 from tfmw.tables.hash_table import Part, counted, places_within, ways_of, where
 
@@ -93,9 +93,9 @@ class HashTableEmbedding(keras.layers.Layer):
         **options: Any,
     ):
         super().__init__(**options)
-        self.output_dim = _at_least_1("output_dim", output_dim)
-        self.min_count = _at_least_1("min_count", min_count)
-        self.max_age = None if max_age is None else _at_least_1("max_age", max_age)
+        self.output_dim = require_whole("output_dim", output_dim, 1)
+        self.min_count = require_whole("min_count", min_count, 1)
+        self.max_age = None if max_age is None else require_whole("max_age", max_age, 1)
         self.embeddings_initializer = _initializer(embeddings_initializer)
         self.seed = seed
         if not is_whole(seed):
@@ -105,8 +105,8 @@ class HashTableEmbedding(keras.layers.Layer):
                 f"received capacity={capacity!r} and max_bytes={max_bytes!r}: expected one of "
                 "them, such as capacity=100_000."
             )
-        self.capacity = capacity if capacity is None else _at_least_1("capacity", capacity)
-        self.max_bytes = max_bytes if max_bytes is None else _at_least_1("max_bytes", max_bytes)
+        self.capacity = None if capacity is None else require_whole("capacity", capacity, 1)
+        self.max_bytes = None if max_bytes is None else require_whole("max_bytes", max_bytes, 1)
         self._places = places_within(self._most_rows())
         self.supports_jit = False  # XLA has no op for the unique ids of a batch
 
@@ -232,12 +232,6 @@ class HashTableEmbedding(keras.layers.Layer):
             "seed": self.seed,
         }
         return {**super().get_config(), **own}
-
-
-def _at_least_1(name: str, value: Any) -> int:
-    if not is_whole(value, 1):
-        raise UsageError(f"{name}={value!r}: expected an int of at least 1.")
-    return int(value)
 
 
 def _initializer(identifier: Any) -> Any:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfmw import data
 from tfmw.compat import datasets, models
 from tfmw.data import record_index
-from tfmw.errors import UsageError
+from tfmw.errors import UsageError, require_choice
 from tfmw.storage import disk
 from tfmw.train.callbacks.roles import BackupAndRestore, without_backup
 
@@ -65,21 +65,10 @@ class FitArguments:
     given: frozenset[str]  # names of the arguments that the caller has passed
 
     def __post_init__(self) -> None:
-        if self.gradient_compression not in (None, *COMPRESSIONS):
-            raise UsageError(
-                f"unknown gradient_compression {self.gradient_compression!r}: expected None, "
-                f"{' or '.join(map(repr, COMPRESSIONS))}."
-            )
-        if self.precision not in (None, "float32", *PRECISIONS):
-            raise UsageError(
-                f"unknown precision {self.precision!r}: expected None, 'float32', "
-                f"{' or '.join(map(repr, PRECISIONS))}."
-            )
-        if self.shard_optimizer not in (True, False, "auto"):
-            raise UsageError(
-                f"received shard_optimizer={self.shard_optimizer!r}: expected True, False or "
-                '"auto".'
-            )
+        compressions = (None, *COMPRESSIONS)
+        require_choice("gradient_compression", self.gradient_compression, compressions)
+        require_choice("precision", self.precision, (None, "float32", *PRECISIONS))
+        require_choice("shard_optimizer", self.shard_optimizer, (True, False, "auto"))
 
     def within_limits(self) -> FitArguments:
         """These arguments with at most the epochs and steps that `keras.config` allows."""

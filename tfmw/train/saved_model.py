@@ -30,7 +30,7 @@ from tensorflow.core.protobuf import saved_model_pb2  # the format of saved_mode
 from tfmw.cluster import membership
 from tfmw.compat import placement
 from tfmw.compat.table_variables import track_asset
-from tfmw.errors import UsageError, first_line
+from tfmw.errors import UsageError, first_line, require_choice
 from tfmw.observe.progress import blocking_call
 from tfmw.storage import directories, disk
 from tfmw.storage.bucket import refuse_writing
@@ -97,8 +97,7 @@ def export(
     """
     if not isinstance(model, keras.Model):
         raise UsageError(f"export takes a Keras model; received: {type(model).__name__}.")
-    if tables not in ("whole", "sharded"):
-        raise UsageError(f'export takes tables="whole" or tables="sharded"; received: {tables!r}.')
+    require_choice("tables", tables, ("whole", "sharded"))
     if not (cluster or membership.current_cluster()).is_chief:
         return None
     check_path(path)

@@ -17,11 +17,10 @@ from tfmw.cluster.joining import (
     STRATEGIES,
     communication_options,
     init,
-    require_choice,
     require_collectives,
 )
 from tfmw.cluster.membership import JoinedCluster, current_cluster, is_evaluator
-from tfmw.errors import UsageError
+from tfmw.errors import UsageError, require_choice
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -148,10 +147,8 @@ def parameter_server(
             f"replicas_to_aggregate is {replicas_to_aggregate}: expected 1 to {workers}, the "
             "number of workers."
         )
-    if prefetch_rows not in (0, 1):
-        raise UsageError(f"prefetch_rows is {prefetch_rows!r}: expected 0 or 1.")
-    if row_compression not in (None, "bf16"):
-        raise UsageError(f'row_compression is {row_compression!r}: expected "bf16" or None.')
+    require_choice("prefetch_rows", prefetch_rows, (0, 1))
+    require_choice("row_compression", row_compression, (None, "bf16"))
     if sync_replicas and (prefetch_rows or row_compression):
         raise UsageError(
             "prefetch_rows and row_compression are for rows that stay on servers, which "

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from tfmw.cluster.cluster import ROUNDS
-from tfmw.errors import UsageError, is_whole
+from tfmw.errors import UsageError, require_choice, require_whole
 from tfmw.train.arguments import FitArguments
 from tfmw.train.checkpoint.schedule import Schedule
 from tfmw.train.local_sgd.quantized_sum import LEVELS
@@ -55,9 +55,9 @@ class LocalSGD:
 
     def __post_init__(self) -> None:
         if self.seconds is None:
-            _check_number("every", self.every, 1)
-        _check_number("fragments", self.fragments, 1)
-        _check_number("overlap", self.overlap, 0)
+            require_whole("every", self.every, 1)
+        require_whole("fragments", self.fragments, 1)
+        require_whole("overlap", self.overlap, 0)
         if self.fragments > self.steps:
             raise UsageError(
                 f"received fragments={self.fragments} and every={self.every}: expected at most one "
@@ -69,15 +69,8 @@ class LocalSGD:
                 f"{self.steps // self.fragments} steps, as an exchange must end before the next "
                 "one begins."
             )
-        if self.compression is not None and self.compression not in LEVELS:
-            raise UsageError(
-                f"received compression={self.compression!r}: expected "
-                f"{' or '.join(map(repr, LEVELS))}, or None."
-            )
-        if self.between not in ("replicas", "machines"):
-            raise UsageError(
-                f"received between={self.between!r}: expected 'replicas' or 'machines'."
-            )
+        require_choice("compression", self.compression, (None, *LEVELS))
+        require_choice("between", self.between, ("replicas", "machines"))
         if self.elastic and (self.fragments > 1 or self.overlap or self.between != "replicas"):
             raise UsageError(
                 "received fragments, overlap or between for workers that come and go: they "
@@ -249,11 +242,6 @@ def refuse_retired(unknown: dict[str, Any]) -> None:
             f"{', '.join(unknown)}: these arguments of fit are one value now, "
             f"sync=tfmw.{kind}({values})."
         )
-
-
-def _check_number(name: str, value: Any, least: int) -> None:
-    if not is_whole(value, least):
-        raise UsageError(f"received {name}={value!r}: expected a whole number from {least} up.")
 
 
 def _config_of(optimizer: Any) -> dict[str, Any]:
