@@ -228,7 +228,8 @@ class Attempt:
             if not self._restart_alone() and not self._only_lost_preempted_peers():
                 return True
         self._start_due()
-        if ended.issuperset(self.tasks):  # false if a task was replaced, or started just now
+        # false if a task was replaced or started just now, or it is not known whether it restarts
+        if not self._due and ended.issuperset(self.tasks):
             return True
         if self.preempted():
             if self._options.elastic:
