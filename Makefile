@@ -66,7 +66,7 @@ test: $(DEV)
 # More cases of the kinds that make test has, what takes long, and the real Slurm, Spark and Ray. All of
 # it takes hours, then come the other targets of tests. With TESTS (files) or PART=8 (an eighth, another
 # one for each commit, or that of the SEED that a run has printed), it is only that.
-NIGHTLY_NEEDS := slurmctld:slurm-wlm java:default-jre-headless node:nodejs npm:npm
+NIGHTLY_NEEDS := slurmctld:slurm-wlm java:default-jre-headless node:nodejs npm:npm kubectl:kubernetes-client
 
 AZURITE := build/azurite/node_modules/.bin/azurite-blob
 

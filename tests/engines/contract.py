@@ -101,6 +101,23 @@ def saves_and_waits(folder: str) -> str:
     raise AssertionError
 
 
+def in_its_role(folder: str) -> str:
+    """Worker 0 is killed once; chief and evaluator return once it is back, and then all others."""
+    name = os.environ["TFMW_TASK"]
+    Path(folder, f"{name} {os.getpid()}").touch()
+
+    def starts() -> int:
+        return len(list(Path(folder).glob("worker 0 *")))
+
+    if name == "worker 0" and starts() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name in ("chief", "evaluator"):
+        wait_for(lambda: starts() == 2)
+        Path(folder, f"done {name}").touch()
+    wait_for(Path(folder, "done chief").exists)
+    return name
+
+
 def waits_for_a_file(path: str) -> tuple[int, str, int]:
     wait_for(Path(path).exists)
     return doubled(21)
@@ -239,6 +256,29 @@ class Contract:
         assert job.result(TIMEOUT_S) == [1, 1]
         assert job.details()["restarts"] == 1
         assert "tfmw: restart 1 of 1 in 1 s: worker 1 on " in job.logs()
+        job.forget()
+
+    def roomy(self, engine: Engine) -> Engine:
+        """The engine, with room for two tasks on each of its machines."""
+        return engine
+
+    def test_every_role(self, engine: Engine, tmp_path: Path) -> None:
+        """A worker of parameter servers restarts alone; servers have no result."""
+        job = tfmw.submit(
+            in_its_role,
+            (str(tmp_path),),
+            1,
+            on=self.roomy(engine),
+            env=PLAIN,
+            max_restarts=1,
+            ps=1,
+            evaluator=True,
+        )
+        assert job.result(TIMEOUT_S) == ["chief", "evaluator"]
+        details = job.details()
+        assert details["tasks"] == ["chief", "worker 0", "ps 0", "evaluator"]
+        assert (details["attempt"], details["restarts"]) == (0, 1)
+        assert "tfmw: restart 1 of 1 at once, of worker 0 alone: it failed" in job.logs()
         job.forget()
 
     @pytest.mark.nightly

@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tfmw.errors import TaskFailed
-from tfmw.launcher.engines.engine import Contact, JobSpec, Tasks
+from tfmw.launcher.engines import own_files
+from tfmw.launcher.engines.engine import Contact, JobSpec, Layout, Tasks
+from tfmw.launcher.engines.job import BACKUP
 from tfmw.launcher.engines.job_attempt import LOST_S, SETTLE_S, JobAttempt
 from tfmw.launcher.failure import Failure
-from tfmw.launcher.options import PREEMPT_GRACE_S, RunOptions
+from tfmw.launcher.options import FAREWELL_S, PREEMPT_GRACE_S, RunOptions
 from tfmw.launcher.output import Display
 from tfmw.launcher.remote.messages import (
     AgentHello,
     BackupFiles,
     Ended,
-    Look,
-    Looked,
+    Leave,
+    Leaving,
     Message,
     Output,
     Refused,
+    RestartReply,
+    RestartRequest,
     Setup,
     Start,
     StepReached,
     encode,
 )
-from tfmw.launcher.restart import AttemptOutcome
+from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
 from tfmw.launcher.result import Result
 from tfmw.launcher.run import return_values
 
+NAMES = "abcdef"
 FACTS = {"Python": "3.12", "keras": "3.15.1"}
 
 
@@ -39,7 +45,7 @@ class FakeLinks:
     """Records the messages sent to each connection, by its name."""
 
     def __init__(self) -> None:
-        self.sent: dict[str, list[Message]] = {"a": [], "b": [], "c": []}
+        self.sent: dict[str, list[Message]] = {name: [] for name in NAMES}
         self.dropped: list[str] = []
 
     def to_member(self, name: str, message: Message) -> None:
@@ -53,13 +59,13 @@ class FakeLinks:
 class FakeTasks(Tasks):
     def __init__(self) -> None:
         self.gone: dict[int, str] = {}
-        self.started: tuple[int, Contact] | None = None
+        self.started: tuple[Layout, Contact] | None = None
 
     def hosts(self) -> tuple[str, ...]:
         return ("h0",)
 
-    def start(self, count: int, contact: Contact) -> None:
-        self.started = (count, contact)
+    def start(self, layout: Layout, contact: Contact) -> None:
+        self.started = (layout, contact)
 
     def lost(self) -> dict[int, str]:
         return self.gone
@@ -69,34 +75,47 @@ class FakeTasks(Tasks):
 
 
 class World:
-    """Two tasks on two hosts, and the time."""
+    """Two workers on two hosts, other tasks on further ones, and the time."""
 
-    def __init__(self, env: dict[str, str] | None = None, **spec: Any) -> None:
+    folder = Path()
+
+    def __init__(
+        self, env: dict[str, str] | None = None, max_restarts: int = 0, **spec: Any
+    ) -> None:
         self.now = 0.0
         self.tasks = FakeTasks()
         self.out = io.StringIO()
-        setup = Setup(("call",), RunOptions(), env or {})
+        setup = Setup(("call",), RunOptions(max_restarts=max_restarts), env or {})
         self.spec = JobSpec(setup, (2, 2), facts=FACTS, **spec)
+        self.count = self.spec.tasks[0]
         self.links = FakeLinks()
         links: Any = self.links
         self.attempt = JobAttempt(
-            self.spec, self.tasks, links, Display(self.out), 3, 2, clock=lambda: self.now
+            self.spec,
+            self.tasks,
+            self.folder,
+            links,
+            Display(self.out),
+            number=3,
+            count=self.count,
+            policy=RestartPolicy(setup.options, 2),
+            clock=lambda: self.now,
         )
         self.attempt.start(4000)
 
     def say(self, rank: int, message: Message) -> None:
-        self.attempt.handle("from_member", "abc"[rank], message)
+        self.attempt.handle("from_member", NAMES[rank], message)
 
     def sent(self, rank: int) -> list[Any]:
-        return self.links.sent["abc"[rank]]
+        return self.links.sent[NAMES[rank]]
 
     def hello(self, rank: int, **other: Any) -> None:
         hello = AgentHello(rank, 3, f"h{rank}", f"10.0.0.{rank}", 5000 + rank, FACTS)
         self.say(rank, dataclasses.replace(hello, **other))
 
     def begun(self) -> World:
-        self.hello(1)
-        self.hello(0)
+        for rank in reversed(range(self.count)):
+            self.hello(rank)
         assert self.attempt.phase == "running"
         return self
 
@@ -113,6 +132,11 @@ class World:
     @property
     def cause(self) -> Any:
         return self.outcome().failures[0]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "folder", tmp_path)
 
 
 def test_all_get_the_cluster_and_their_place_on_their_host() -> None:
@@ -134,6 +158,70 @@ def test_all_get_the_cluster_and_their_place_on_their_host() -> None:
     assert together.sent(1)[-2].own_env == {"TFMW_LOCAL_TASKS": "2", "TFMW_LOCAL_RANK": "1"}
 
 
+def test_every_role_has_its_place_in_the_cluster() -> None:
+    world = World(ps=1, evaluator=True).begun()
+    assert world.tasks.started is not None
+    layout = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("evaluator", 0)]
+    assert world.tasks.started[0] == layout
+    setups = [world.sent(rank)[-2] for rank in range(5)]
+    starts = [world.sent(rank)[-1] for rank in range(5)]
+    assert [setup.task for setup in setups] == layout
+    assert [start.tasks for start in starts] == [(task,) for task in layout]
+    assert (
+        starts[0].cluster
+        == starts[4].cluster
+        == {
+            "chief": ("10.0.0.0:5000",),
+            "worker": ("10.0.0.1:5001", "10.0.0.2:5002"),
+            "ps": ("10.0.0.3:5003",),
+        }
+    )
+    details = world.attempt.details()
+    assert details["tasks"] == ["chief", "worker 0", "worker 1", "ps 0", "evaluator"]
+    assert (details["workers"], len(details["hosts"])) == (2, 5)
+
+
+def test_job_with_servers_is_done_once_chief_and_evaluator_are() -> None:
+    """Servers and their workers end by themselves, or are ended, and have no result."""
+    world = World(ps=1, evaluator=True).begun()
+    world.ended(0, b"chief")
+    world.ended(1)
+    world.now += 2 * FAREWELL_S
+    assert not world.attempt.look(), "the evaluator evaluates the last backup"
+    world.ended(4, b"evaluator")
+    assert not world.attempt.look()
+    world.now += FAREWELL_S
+    assert world.attempt.look()
+    world.ended(3, error="UnavailableError: gone")
+    assert world.outcome().failures == ()
+    results = world.attempt.results()
+    assert results == {"chief on h0": b"chief", "evaluator on h4": b"evaluator"}
+
+
+def test_restarts_of_single_tasks_are_counted_by_the_controller() -> None:
+    world = World(ps=1, max_restarts=1).begun()
+    for rank, allowed in ((1, True), (2, False)):
+        world.say(rank, RestartRequest(3, f"worker {rank - 1}"))
+        assert world.sent(rank)[-1] == RestartReply(3, f"worker {rank - 1}", allowed, 1)
+    assert not world.attempt.look()
+    failing = World(ps=1, max_restarts=1).begun()
+    failing.ended(3, error="ValueError: bad")
+    failing.say(1, RestartRequest(3, "worker 0"))
+    assert not failing.sent(1)[-1].allowed, "all tasks restart"
+    assert failing.attempt.look()
+    assert failing.cause.task == "ps 0 on h3"
+
+
+def test_notice_of_any_task_is_for_all() -> None:
+    """A server that gets SIGTERM cannot save the state; the chief is asked to."""
+    world = World(ps=1).begun()
+    world.say(3, Leaving())
+    assert world.attempt.notices == {3: "its machine will end"}
+    world.attempt.ask_to_leave()
+    assert world.sent(0)[-1] == Leave(3)
+    assert not [m for rank in (1, 2, 3) for m in world.sent(rank) if isinstance(m, Leave)]
+
+
 def test_results_output_and_backups() -> None:
     world = World().begun()
     world.say(1, Output(False, b"hello\n"))
@@ -147,7 +235,7 @@ def test_results_output_and_backups() -> None:
     assert world.attempt.results() == {"worker 0 on h0": b"zero", "worker 1 on h1": b"one"}
     outcome = world.outcome()
     assert (outcome.failures, outcome.step) == ((), 9)
-    assert world.tasks.kept() == b"tar"
+    assert (world.folder / BACKUP).read_bytes() == b"tar"
     assert world.attempt.details()["backup"] == "step_9"
     world.attempt.end()
     assert set(world.links.dropped) == {"a", "b"}
@@ -155,7 +243,7 @@ def test_results_output_and_backups() -> None:
 
 def test_the_chief_gets_the_backup_that_was_kept() -> None:
     world = World()
-    world.tasks.keep(b"tar")
+    own_files.write(world.folder / BACKUP, b"tar")
     world.begun()
     assert world.sent(0)[0] == BackupFiles("", b"tar")
     assert not [m for m in world.sent(1) if isinstance(m, BackupFiles)]
@@ -169,34 +257,6 @@ def test_versions_that_differ_end_the_job() -> None:
     assert world.cause.usage
     assert world.cause.error.startswith("keras is 3.10.0 on h1, and 3.15.1 where the job was subm")
     assert not world.sent(0) + world.sent(1)
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_directory_that_is_not_shared_ends_the_job(shared: bool) -> None:
-    world = World(directories={"backup_dir": "/shared", "export_dir": "gs://bucket/model"})
-    world.hello(0)
-    world.hello(1)
-    shared_ones = {"backup_dir": "/shared"}
-    names: dict[str, str | None] = {"backup_dir": "name"}
-    assert world.sent(0) == [Look(shared_ones, {}, "")]
-    world.say(0, Looked(names, ()))
-    assert world.sent(1) == [Look(shared_ones, names, "worker 0 on h0")]
-    problem = "backup_dir /shared is not the same here as on worker 0"
-    world.say(1, Looked(names, () if shared else (problem,)))
-    assert world.attempt.look() is not shared
-    assert (world.attempt.phase == "running") is shared
-    if not shared:
-        assert world.cause.usage
-        assert world.cause.error.startswith("backup_dir /shared is not the same")
-
-
-def test_directory_that_cannot_be_written_ends_the_job() -> None:
-    world = World(directories={"backup_dir": "/shared"})
-    world.hello(0)
-    world.hello(1)
-    world.say(0, Looked({"backup_dir": None}, ("cannot be written",)))
-    assert world.attempt.look()
-    assert world.cause.error == "cannot be written."
 
 
 def test_the_cause_is_waited_for_where_a_task_only_lost_another() -> None:

@@ -9,6 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tfmw.cluster import sockets
 from tfmw.engines import Kubernetes
 from tfmw.errors import UsageError
 from tfmw.launcher.engines import kubernetes_api
@@ -180,10 +181,7 @@ def test_reason_of_a_pod_that_has_ended(status: Any, expected: str) -> None:
         ),
         (
             {"containerStatuses": container_in(waiting={"reason": "ImagePullBackOff"})},
-            [
-                {"reason": "Failed", "message": 'Failed to pull image "x": not found'},
-                {"reason": "Failed", "message": "Error: ImagePullBackOff"},
-            ],
+            ['Failed to pull image "x": not found', "Error: ImagePullBackOff"],
             ('a pod cannot start (ImagePullBackOff): Failed to pull image "x": not found', True),
         ),
         (
@@ -202,28 +200,47 @@ def test_reason_of_a_pod_that_waits(state: Any, events: Any, expected: tuple[str
     assert objects.blocked(pod("Running", **state), events) == ("", False)
 
 
+def test_api_server_that_does_not_answer_a_forward_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_api, "_REPLY_S", 0.2)
+    with sockets.listen("127.0.0.1") as listener:  # it accepts connections, and is silent
+        server = {"server": f"http://127.0.0.1:{listener.getsockname()[1]}"}
+        named = {"cluster": "test", "user": "test"}
+        config = {
+            "current-context": "test",
+            "clusters": [{"name": "test", "cluster": server}],
+            "users": [{"name": "test", "user": {}}],
+            "contexts": [{"name": "test", "context": named}],
+        }
+        (tmp_path / "config").write_text(yaml.safe_dump(config))
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+        with pytest.raises(TimeoutError, match=r"no port of p0 is forwarded within 0\.2 s"):
+            kubernetes_api.Api.connected().forwarded("p0", 20_000)
+
+
 class Listed:
     """An API whose lists are those of the test."""
 
     def __init__(self) -> None:
         self.now: list[Any] = []
-        self.about: dict[str, list[Any]] = {}
+        self.about: dict[str, list[str]] = {}
 
-    def pods(self, selector: str) -> list[Any]:
+    def listed(self, kind: str, selector: str) -> list[Any]:
         return self.now
 
-    def events(self, name: str) -> list[Any]:
+    def events(self, name: str) -> list[str]:
         return self.about.get(name, [])
 
 
 def test_pods_of_a_job_from_one_list_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     api = Listed()
     pods = Pods(api, "job")  # type: ignore[arg-type]
-    api.about["job"] = [{"reason": "FailedCreate", "message": "exceeded quota: gpus"}]
+    api.about["job"] = ["exceeded quota: gpus"]
     pods.look()
     assert pods.why == "its pods have not been created: exceeded quota: gpus"
     pulls = {"containerStatuses": container_in(waiting={"reason": "ImagePullBackOff"})}
-    api.about["p1"] = [{"reason": "Failed", "message": "Failed to pull image: no such host"}]
+    api.about["p1"] = ["Failed to pull image: no such host"]
     api.now = [pod("Running", index=0, uid="a"), pod("Pending", index=1, uid="b", **pulls)]
     pods.look()
     assert (pods.running, pods.problems) == ([0], {}), "a registry may come back"

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -21,11 +22,12 @@ from tests.helpers import prepared as prepared_model
 from tests.helpers.cases import every
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tests.helpers.prepared import prepared
+from tests.helpers.threads import Exchange, in_threads
 from tfmw.compat import models
 from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.errors import UsageError
 from tfmw.launcher import call
-from tfmw.train import on_workers, pickling, sent_data
+from tfmw.train import on_workers, pickling, sent_data, worker_calls
 from tfmw.train.checkpoint import state
 from tfmw.train.checkpoint.store import BackupStore
 
@@ -108,6 +110,38 @@ def test_unpacked_model_equals_the_packed_one(make):
         for m in (model, arrived)
     ]
     assert going_on[0] == going_on[1]
+
+
+@pytest.mark.parametrize(
+    ("folders", "problem"),
+    [
+        (["shared", "shared", "shared"], None),
+        (["gs://bucket/a", "gs://bucket/b", "gs://bucket/c"], None),
+        (
+            ["a", "a", "b"],
+            r"^on this machine, backup_dir .*/b is not the same here as on worker 0 on .*: mount",
+        ),
+        (["file/a", "a", "a"], r"^backup_dir .*/file/a cannot be written \(Not a direc"),
+    ],
+)
+def test_backup_dir_that_not_all_workers_share(folders, problem, tmp_path, monkeypatch):
+    """Each worker of an engine may have other disks; all raise the same error."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(worker_calls, "_MARKER_S", 0.0)
+    exchange = Exchange(3)
+
+    def check(rank):
+        group: Any = SimpleNamespace(is_chief=rank == 0, from_all=exchange.of(rank))
+        place = folders[rank] if "://" in folders[rank] else str(tmp_path / folders[rank])
+        worker_calls.require_shared(place, group)
+
+    raised = in_threads(3, check)
+    assert len({str(error) for error in raised}) == 1
+    if problem is None:
+        assert raised == [None] * 3
+    else:
+        assert isinstance(raised[0], UsageError)
+        assert re.search(problem, str(raised[0]))
 
 
 @pytest.mark.process

@@ -13,7 +13,7 @@ import pytest
 
 import tfmw
 from tests.engines.contract import TIMEOUT_S, Contract, doubled, runs_forever, shell, wait_for
-from tests.helpers.cluster import MARK, marked, wait_gone
+from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked, wait_gone
 from tfmw.engines import Engine, Local
 from tfmw.errors import TaskFailed, UsageError
 from tfmw.launcher.engines.engine import JobHandle
@@ -41,6 +41,22 @@ class TestLocal(Contract):
         assert job.wait(TIMEOUT_S) == "lost"
         with pytest.raises(TaskFailed, match=r"has no result: local job \w+ was lost"):
             job.result()
+
+
+@pytest.mark.nightly
+def test_fit_with_a_server_and_an_evaluator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chief waits in each epoch for the evaluator; the script is that of `tfmw run --ps`."""
+    for name, value in {**ONE_THREAD, "PYTHONPATH": PYTHONPATH}.items():
+        monkeypatch.setenv(name, value)
+    engine = Local(directory=tmp_path / "jobs")
+    script = PROGRAMS / "evaluated.py"
+    job = tfmw.submit(script, (str(tmp_path),), 1, on=engine, ps=1, evaluator=True)
+    assert job.wait(TIMEOUT_S) == "done", job.logs()
+    assert "evaluator watches" in job.logs()
+    assert (tmp_path / "backups/best").exists()
+    assert job.details()["step"] == 60
 
 
 NOMAD = """
@@ -133,7 +149,7 @@ def test_wrong_use(tmp_path: Path) -> None:
     for workers in (0, (3, 2), (1, 2, 3), True, "2"):
         with pytest.raises(UsageError, match="expected a number of processes, such as 2, or"):
             tfmw.submit(print, workers=workers, on="local")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"received workers=\(2, 3\): this machine takes one"):
+    with pytest.raises(UsageError, match=r"workers is \(2, 3\); expected an integer of at least"):
         tfmw.launch(print, workers=(2, 3))
 
 

@@ -57,7 +57,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     SPEC: lambda folder: control(folder, LocalTasks),
     RESULT: lambda folder: job_of(folder).result(1),
     STATUS: lambda folder: job_of(folder).status(),
-    BACKUP: lambda folder: LocalTasks(folder).kept(),
+    BACKUP: lambda folder: job_of(folder).backup(),
     CONTACT: lambda folder: agent.main(folder, 0, None),
 }
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,16 +22,19 @@ import pytest
 
 import tfmw
 from tests.engines.contract import (
+    PLAIN,
     TIMEOUT_S,
     Contract,
     FromAShell,
     runs_forever,
+    shell,
     wait_for,
 )
 from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
+from tfmw.cluster.signals import LEAVE
 from tfmw.cluster.sockets import reserved_ports
 from tfmw.engines import Engine, Job, Ray
-from tfmw.errors import TaskFailed, UsageError
+from tfmw.errors import PREEMPTED, TaskFailed, UsageError
 from tfmw.launcher import call
 from tfmw.launcher.engines import job as jobs
 from tfmw.launcher.engines import ray as ray_engine
@@ -93,6 +99,10 @@ class TestRay(FromAShell, Contract):
         assert isinstance(engine, Ray)
         variables = {"PYTHONPATH": f"{path}{os.pathsep}{PYTHONPATH}"}
         yield dataclasses.replace(engine, runtime_env={"env_vars": variables})
+
+    def roomy(self, engine: Engine) -> Engine:
+        assert isinstance(engine, Ray)
+        return dataclasses.replace(engine, resources={"CPU": 0.5})
 
     @pytest.fixture(autouse=True)
     def _leaves_nothing(self, engine: Ray) -> Iterator[None]:
@@ -211,6 +221,109 @@ def test_task_whose_actor_is_not_reached_may_be_alive(monkeypatch: pytest.Monkey
     assert tasks.lost() == {
         1: "its actor was lost: The actor died unexpectedly before finishing this task."
     }
+
+
+def test_tasks_of_a_node_that_is_drained_are_noticed() -> None:
+    """Ray tells when the node will be ended, or that it is not known; new tasks avoid the node."""
+    at = 1000 * (time.time() + 60)
+    nodes = [{"NodeID": n, "Alive": True, "Resources": {"CPU": 1}} for n in ("a", "b", "c")]
+    state = SimpleNamespace(get_draining_nodes=lambda: {"b": at, "c": 0})
+    placed: Any = {"bundles_to_node_id": {0: "a", 1: "b", 2: "c"}}
+    tasks = RayTasks(Ray(), [])
+    tasks._ray = SimpleNamespace(
+        nodes=lambda: nodes,
+        util=SimpleNamespace(placement_group_table=lambda group: placed),
+        _private=SimpleNamespace(state=SimpleNamespace(state=state)),
+    )
+    assert tasks.notices() == {}, "no task has a place yet"
+    tasks._group = "group"
+    assert re.fullmatch(r"its node is drained within (60|59) s", tasks.notices()[1])
+    tasks._look_at = 0.0
+    assert {rank: why[:19] for rank, why in tasks.notices().items()} == {
+        1: "its node is drained",
+        2: "its node is drained",
+    }
+    assert tasks.room(3) == 1
+    tasks._ray = SimpleNamespace(_private=SimpleNamespace())  # another version of Ray
+    tasks._look_at = 0.0
+    assert tasks.notices() == {}
+
+
+def leaves_its_node(folder: str) -> str:
+    """Saves its state once it is asked to; returns in the next attempt."""
+    if os.environ["TFMW_ATTEMPT"] != "0":
+        return "again"
+    for number in LEAVE:
+        signal.signal(number, lambda *_: sys.exit(PREEMPTED))
+    Path(folder, "up").touch()
+    wait_for(lambda: False)
+    raise AssertionError
+
+
+@pytest.mark.nightly
+def test_task_on_a_node_that_is_drained_saves_its_state(
+    cluster: Any, engine: Ray, tmp_path: Path
+) -> None:
+    """The job continues on another node, without a restart that counts."""
+    import ray
+    from ray.core.generated import autoscaler_pb2
+
+    there = dataclasses.replace(engine, resources={"CPU": 1, "drained": 1})
+    first = cluster.add_node(num_cpus=1, resources={"drained": 1})
+    job = tfmw.submit(leaves_its_node, (str(tmp_path),), 1, on=there, env=PLAIN, max_restarts=1)
+    wait_for((tmp_path / "up").exists)
+    second = cluster.add_node(num_cpus=1, resources={"drained": 1})
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline_ms = int(1000 * (time.time() + TIMEOUT_S))
+    drain = ray._raylet.GcsClient(address=cluster.address).drain_node
+    assert drain(first.node_id, reason, "spot", deadline_ms)[0]
+    assert job.result(TIMEOUT_S) == ["again"]
+    assert "its node is drained within" in job.logs()
+    assert "(not counted as a restart)" in job.logs()
+    job.forget()
+    for node in (first, second):
+        cluster.remove_node(node)
+
+
+WITH_A_TOKEN = """
+import sys
+import tfmw
+from ray.cluster_utils import Cluster
+from tests.engines import contract
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+job = tfmw.submit(contract.doubled, (4,), 1, on=tfmw.engines.Ray(address=cluster.address),
+    env=contract.PLAIN)
+print(cluster.address, job.id, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.nightly
+def test_cluster_with_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submitted in one process and read in another, both with the token; refused without it."""
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123456789abcdef")
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as short:
+        environ = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        environ |= {**ONE_THREAD, "RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
+        for name, value in {**environ, "PYTHONPATH": PYTHONPATH}.items():
+            monkeypatch.setenv(name, value)
+        with subprocess.Popen(
+            [sys.executable, "-c", WITH_A_TOKEN], stdin=-1, stdout=-1, text=True
+        ) as owner:
+            assert owner.stdin is not None
+            assert owner.stdout is not None
+            try:
+                address, job = owner.stdout.readline().split()[-2:]
+                setting = f"--set=address={address}"
+                logs = shell("logs", "--follow", job, setting)
+                assert "hello from 0" in logs
+                token.write_text("f" * 32)
+                refused = shell("logs", job, setting, status=2)
+                assert refused.startswith("tfmw: the Ray cluster refuses this process: ")
+            finally:
+                owner.stdin.close()
 
 
 def test_large_arrays_go_into_the_object_store_once(

@@ -341,6 +341,27 @@ def container_status(state: Object) -> Object:
     return {**about, "state": state}
 
 
+def discovered(path: str) -> Object:
+    """The reply to a question for the kinds of objects, as kubectl asks it."""
+    if path == "/api":
+        return {"kind": "APIVersions", "versions": ["v1"]}
+    if path == "/apis":
+        version = {"groupVersion": "batch/v1", "version": "v1"}
+        group = {"name": "batch", "versions": [version], "preferredVersion": version}
+        return {"apiVersion": "v1", "kind": "APIGroupList", "groups": [group]}
+    served = path.partition("/")[2].partition("/")[2]
+    if served not in ("v1", "batch/v1"):
+        raise _Refused(404, f"{path} not found")
+    resources = [
+        {"name": name, "singularName": kind.lower(), "namespaced": True, "kind": kind}
+        | {"verbs": ["create", "delete", "get", "list"]}
+        for name, kind in KINDS.items()
+        if (served == "v1") is (name != "jobs")
+    ]
+    found = {"groupVersion": served, "resources": resources}
+    return {"apiVersion": "v1", "kind": "APIResourceList", **found}
+
+
 class _Refused(Exception):
     """A status, and its message."""
 
@@ -388,7 +409,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_POST = do_DELETE = _handle
 
     def _may(self, cluster: FakeKubernetes, verb: str, resource: str) -> None:
-        role = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        # kubectl sends its token over TLS only
+        role = self.headers.get("Authorization", "Bearer tfmw-submit").removeprefix("Bearer ")
         if (verb, resource) in cluster.denied or (verb, resource) not in ROLES[role]:
             what = f"cannot {verb} resource {resource!r}"
             raise _Refused(403, f'{resource} is forbidden: User "{role}" {what}')
@@ -399,6 +421,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         parts = path.strip("/").split("/")
         if path == "/version/":
             return {**dict.fromkeys(VERSION_FIELDS, ""), "major": "1", "minor": "33+"}
+        if "namespaces" not in parts:
+            return discovered(path)
         namespace, kind, *name = parts[parts.index("namespaces") + 1 :]
         verb = {"GET": "get" if name else "list", "POST": "create"}
         verb |= {"DELETE": "delete"}
@@ -408,7 +432,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command == "POST":
             return cluster.created(kind, body)
         if self.command == "DELETE":
-            return {"kind": "Status", "metadata": {}, "of": cluster.delete(kind, name[0]) and ""}
+            cluster.delete(kind, name[0])
+            return {"apiVersion": "v1", "kind": "Status", "metadata": {}, "status": "Success"}
         if not name:
             items = cluster.listed(
                 kind, query.get("labelSelector", ""), query.get("fieldSelector", "")

@@ -48,9 +48,10 @@ from tfmw.errors import TaskFailed, UsageError
 from tfmw.launcher import fork_server, process
 from tfmw.launcher import task as task_program
 from tfmw.launcher.failure import Failure, describe_status
+from tfmw.launcher.options import task_layout
 from tfmw.launcher.output import Display, OutputPump, collapse
 from tfmw.launcher.result import lines_about
-from tfmw.launcher.run import launch_tasks, task_layout
+from tfmw.launcher.run import launch_tasks
 from tfmw.launcher.spawn import TASK_COMMAND, reap_orphans
 from tfmw.observe.recorded_errors import record_error
 
@@ -237,7 +238,8 @@ class TestFailure:
 
         alone = Group(0, 1)
         assert files_of(lambda: alone.from_chief(of_the_user), LookupError) == {"test_run.py"}
-        assert files_of(lambda: task_layout(0, 0, False), UsageError) == {"test_run.py", "run.py"}
+        ours = files_of(lambda: task_layout(0, 0, False), UsageError)
+        assert ours == {"test_run.py", "options.py"}
 
     def test_the_last_line_has_the_whole_message_of_an_error_of_several_lines(self, run):
         result = run("worker 0=wait", "worker 1=fail_in_a_layer")

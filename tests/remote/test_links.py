@@ -196,7 +196,17 @@ def test_a_frame_is_only_good_once_in_its_place_and_direction():
 
 
 MESSAGES = [
-    Setup(("call",), RunOptions(preempt_grace_s=1), {}, {"A": "b"}, "/a", False, 80, b"\n\0"),
+    Setup(
+        ("call",),
+        RunOptions(preempt_grace_s=1),
+        {},
+        ("ps", 1),
+        {"A": "b"},
+        "/a",
+        False,
+        80,
+        b"\n\0",
+    ),
     Join({"tfmw": "1"}, 3, -1),
     Start("run", 2, (0, 2), {"worker": ("h0:1", "h2:1")}, (("worker", 1),)),
     Ended(2, AttemptOutcome(done=True, step=3)),

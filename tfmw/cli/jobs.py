@@ -8,7 +8,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfmw.errors import PREEMPTED, UsageError
@@ -21,11 +21,25 @@ if TYPE_CHECKING:  # `tfmw run --help` must not wait for their import
 
 _STATUS = {"done": 0, "preempted": PREEMPTED}
 _SHOWN_HOSTS = 8
+_SUBMIT_OPTIONS = {
+    "--workers N[,M]": "number of tasks that train, or the least and the most: as many as fit; "
+    "default: 2",
+    "--ps N": "number of parameter servers; adds a chief; default: 0",
+    "--evaluator": "add an evaluator, which evaluates each backup",
+    "--max-restarts N": "when a task dies, restart all, from the newest backup, up to N times; a "
+    "worker of parameter servers and an evaluator restart alone; default: 3",
+    "--follow": "print the tasks' output until the job ends",
+}
 _SLOW_S = 1.0  # an exchange that takes longer gets a line
 
 
-def add_parsers(commands: Any) -> None:
-    """Adds the six commands to the parser of `tfmw`."""
+def add_parsers(commands: Any, add_options: Callable[[Any, Mapping[str, str]], None]) -> None:
+    """Adds the six commands to the parser of `tfmw`.
+
+    Args:
+        commands: the parser's commands.
+        add_options: adds {"--flag METAVAR": its help} to a parser.
+    """
     which = "the run: its name, the end of its name, or the process id of its tfmw run"
 
     def command(name: str, main: Callable[[argparse.Namespace], int], **texts: str) -> Any:
@@ -47,7 +61,7 @@ def add_parsers(commands: Any) -> None:
         help=f"{which}; or a job on an engine, such as slurm:4711; default: all runs here",
     )
     add_settings(status)
-    status.add_argument("--json", action="store_true", help="everything, as JSON")
+    add_options(status, {"--json": "everything, as JSON"})
     stacks = command(
         "stacks",
         _stacks,
@@ -66,22 +80,8 @@ def add_parsers(commands: Any) -> None:
     )
     engines = "kubernetes, local, ray, slurm, spark, or an engine of another package"
     run.add_argument("--on", required=True, metavar="ENGINE", help=engines)
-    run.add_argument(
-        "--workers",
-        default="2",
-        metavar="N",
-        help="number of tasks, or least,most: as many as fit; default: 2",
-    )
-    run.add_argument(
-        "--max-restarts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="when a task dies, restart all, from the newest backup, up to N times; default: 3",
-    )
-    run.add_argument(
-        "--follow", action="store_true", help="print the tasks' output until the job ends"
-    )
+    add_options(run, _SUBMIT_OPTIONS)
+    run.set_defaults(workers="2", ps=0, max_restarts=3)
     add_settings(run)
     listed = command("jobs", _jobs, help="list the jobs of an engine")
     listed.add_argument("--on", required=True, metavar="ENGINE", help=engines)
@@ -90,7 +90,7 @@ def add_parsers(commands: Any) -> None:
     for parser in (logs, command("cancel", _cancel, help="end a job")):
         parser.add_argument("id", metavar="ID", help="such as slurm:4711")
         add_settings(parser)
-    logs.add_argument("--follow", action="store_true", help="until the job ends")
+    add_options(logs, {"--follow": "until the job ends"})
 
 
 def add_settings(parser: Any) -> None:
@@ -105,16 +105,7 @@ def add_settings(parser: Any) -> None:
     )
 
 
-def check_kubernetes(settings: Sequence[str]) -> int:
-    """Runs `tfmw check --kubernetes`; returns the exit status."""
-    from tfmw.launcher.engines import kubernetes, kubernetes_check
-
-    engine = _engine_with("kubernetes", settings)
-    assert isinstance(engine, kubernetes.Kubernetes)
-    return kubernetes_check.report(engine)
-
-
-def _engine_with(name: str, settings: Sequence[str]) -> Engine:
+def engine_with(name: str, settings: Sequence[str]) -> Engine:
     """Engine of a name, with settings such as "partition=gpu".
 
     Raises:
@@ -148,13 +139,13 @@ def _attached(job_id: str, settings: Sequence[str]) -> Job:
     from tfmw.launcher.engines import submit
 
     name = job_id.partition(":")[0]
-    return submit.attach(job_id, on=_engine_with(name, settings) if settings else None)
+    return submit.attach(job_id, on=engine_with(name, settings) if settings else None)
 
 
 def _submit(options: argparse.Namespace) -> int:
     from tfmw.launcher.engines import submit
 
-    engine = _engine_with(options.on, options.settings)
+    engine = engine_with(options.on, options.settings)
     if not options.program:
         raise UsageError("received no script to submit: add its path and its flags.")
     job = submit.submit(
@@ -163,6 +154,8 @@ def _submit(options: argparse.Namespace) -> int:
         _workers(options.workers),
         on=engine,
         max_restarts=options.max_restarts,
+        ps=options.ps,
+        evaluator=options.evaluator,
     )
     print(job.id, flush=True)
     print(f"tfmw: {job.where}", file=sys.stderr)
@@ -172,7 +165,7 @@ def _submit(options: argparse.Namespace) -> int:
 def _jobs(options: argparse.Namespace) -> int:
     from tfmw.launcher.engines import submit
 
-    for job in submit.jobs(_engine_with(options.on, options.settings)):
+    for job in submit.jobs(engine_with(options.on, options.settings)):
         details = job.details()
         hosts = ",".join(dict.fromkeys(details.get("hosts", ())))
         step = details.get("step", -1)
@@ -262,7 +255,8 @@ def _job_lines(details: dict[str, Any]) -> list[str]:
     if details.get("backup"):
         about.append(f"keeps {details['backup']}")
     out = [f"job {details['job']}: {', '.join(about)}", details["where"]]
-    tasks = [f"worker {i} on {host}" for i, host in enumerate(details.get("hosts", ()))]
+    names, hosts = details.get("tasks", ()), details.get("hosts", ())
+    tasks = [f"{name} on {host}" for name, host in zip(names, hosts, strict=True)]
     width = max(map(len, tasks), default=0)
     for task, step in zip(tasks, details.get("steps", [-1] * len(tasks)), strict=True):
         out.append(f"{task:{width}}" + (f" | step {step:7,}" if step >= 0 else ""))

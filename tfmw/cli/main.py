@@ -187,7 +187,7 @@ def _main(argv: list[str]) -> int:
     ).set_defaults(main=_token)
     _check_parser(commands)
     _bench_parser(commands)
-    jobs.add_parsers(commands)
+    jobs.add_parsers(commands, _add_options)
     program: list[str] = []
     if argv[:1] in (["run"], ["submit"]):
         own, program = _split(argv[1:], commands.choices[argv[0]])
@@ -314,7 +314,9 @@ def _check(options: argparse.Namespace) -> int:
 
         return reports.verify(options.paths)
     if options.kubernetes:
-        return jobs.check_kubernetes(options.settings)
+        from tfmw.launcher.engines import kubernetes
+
+        return kubernetes.check(jobs.engine_with("kubernetes", options.settings))
     from tfmw.cluster import check as check_cluster
 
     cluster = _cluster_of_hosts(options) or Cluster.resolve(os.environ)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Literal, TextIO, get_args
 
-from tfmw.errors import UsageError
+from tfmw.errors import UsageError, is_whole
 from tfmw.launcher import call
 
 AutoOnOff = Literal["auto", "on", "off"]
@@ -29,6 +29,19 @@ def require(settings: object, *fields: tuple[str, bool, str]) -> None:
         if not is_valid:
             flag = "--" + field.removesuffix("_s").replace("_", "-")
             raise UsageError(f"{flag} is {getattr(settings, field)!r}; expected {expected}.")
+
+
+def task_layout(workers: int, ps: int, evaluator: bool) -> list[tuple[str, int]]:
+    """(kind, index) of each task of a cluster. Raises UsageError for a wrong number."""
+    if not is_whole(workers, 1):
+        raise UsageError(f"workers is {workers!r}; expected an integer of at least 1.")
+    if not is_whole(ps, 0):
+        raise UsageError(f"ps is {ps!r}; expected an integer of at least 0.")
+    tasks = [("chief", 0)] if ps else []
+    tasks += [("worker", i) for i in range(workers)]
+    tasks += [("ps", i) for i in range(ps)]
+    tasks += [("evaluator", 0)] if evaluator else []
+    return tasks
 
 
 @dataclasses.dataclass(frozen=True)

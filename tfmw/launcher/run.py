@@ -32,11 +32,11 @@ from typing import Any, NoReturn
 
 from tfmw.cluster import Cluster
 from tfmw.cluster.signals import Signals
-from tfmw.errors import PREEMPTED, Preempted, TaskFailed, UsageError, is_whole
+from tfmw.errors import PREEMPTED, Preempted, TaskFailed, UsageError
 from tfmw.launcher import call, run_files
 from tfmw.launcher.attempts import run_locally
 from tfmw.launcher.environment import compute_with_onednn, require_working_directory
-from tfmw.launcher.options import AutoOnOff, LocalRun, RunOptions
+from tfmw.launcher.options import AutoOnOff, LocalRun, RunOptions, task_layout
 from tfmw.launcher.result import Result
 from tfmw.launcher.spawn import TASK_COMMAND
 
@@ -104,7 +104,7 @@ def run_here(argv: Sequence[str], *, module: bool = False) -> NoReturn:
 def launch(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
-    workers: int = 2,
+    workers: Any = 2,
     *,
     max_restarts: int = 0,
     isolate: AutoOnOff = "auto",
@@ -162,19 +162,6 @@ def return_values(result: Result, outcomes: Mapping[str, call.Outcome | None]) -
             raise TaskFailed(f"{name} ended with exit status 0 before the function returned.")
         values.append(outcome[0])
     return values
-
-
-def task_layout(workers: int, ps: int, evaluator: bool) -> list[tuple[str, int]]:
-    """(kind, index) of each task of a local cluster."""
-    if not is_whole(workers, 1):
-        raise UsageError(f"workers is {workers!r}; expected an integer of at least 1.")
-    if not is_whole(ps, 0):
-        raise UsageError(f"ps is {ps!r}; expected an integer of at least 0.")
-    tasks = [("chief", 0)] if ps else []
-    tasks += [("worker", i) for i in range(workers)]
-    tasks += [("ps", i) for i in range(ps)]
-    tasks += [("evaluator", 0)] if evaluator else []
-    return tasks
 
 
 def check_program(argv: Sequence[str], module: bool) -> None:

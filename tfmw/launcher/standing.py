@@ -23,10 +23,10 @@ from tfmw.cluster.signals import LEAVE, Signals
 from tfmw.launcher.attempt import Attempt
 from tfmw.launcher.attempts import environment_of, make_context, run_result
 from tfmw.launcher.call import Outcome, loaded, pack
-from tfmw.launcher.options import LocalRun, RunOptions
+from tfmw.launcher.options import LocalRun, RunOptions, task_layout
 from tfmw.launcher.restart import RestartPolicy
 from tfmw.launcher.result import Result
-from tfmw.launcher.run import return_values, task_layout
+from tfmw.launcher.run import return_values
 
 _POLL_S = 0.01  # most seconds between an answer and the end of the call
 _LEAVE_S = 10.0  # time in which workers that have run all calls end together

@@ -270,54 +270,31 @@ def _train_on_engine(
     fit: Callable[..., Any], sent: FitArguments, workers: Any, engine: Engine
 ) -> dict[str, Any]:
     """Trains on the machines of an engine; returns the chief's answer."""
-    backup = copy.copy(sent.backup)
-    directories = {}
-    if backup is None:
-        backup = TemporaryBackup(KEPT_BY_JOB, _BACKUP_OF_JOB_EVERY)
-    else:
-        backup.backup_dir = directories["backup_dir"] = disk.absolute(backup.backup_dir)
+    backup = copy.copy(sent.backup) or TemporaryBackup(KEPT_BY_JOB, _BACKUP_OF_JOB_EVERY)
+    if sent.backup is not None:
+        backup.backup_dir = disk.absolute(backup.backup_dir)
     if sent.export_dir is not None:
         sent = dataclasses.replace(sent, export_dir=disk.absolute(os.fspath(sent.export_dir)))
 
     def stopped(job: Any) -> None:
         with tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder:
-            if directories:
-                folder = directories["backup_dir"]
-            elif archive := job.backup():
+            if sent.backup is None and (archive := job.backup()):
                 agent.unpack(archive, Path(folder))
-            _restore_newest_backup(sent.model, folder)
+            _restore_newest_backup(sent.model, backup.backup_dir if sent.backup else folder)
 
     def launched(request: Any) -> list[Any]:
-        return _on_engine(engine, workers, request, directories, stopped)
+        return _on_engine(engine, workers, request, stopped)
 
     return _call_once(fit, vars(_with(sent, backup)), _prepared(sent), launched)
 
 
 def _on_engine(
-    engine: Engine,
-    workers: Any,
-    request: Any,
-    directories: Mapping[str, str] | None = None,
-    stopped: Callable[[Any], None] | None = None,
+    engine: Engine, workers: Any, request: Any, stopped: Callable[[Any], None] = lambda job: None
 ) -> list[Any]:
     """The answers of the tasks of a job; `stopped` is called with a job that Ctrl-C has ended."""
-    submitted = submit.start(
-        engine,
-        call.pack(run, (request,)),
-        workers,
-        engine.max_restarts,
-        live=is_watched(sys.stdout),
-        directories=dict(directories or {}),
-    )
-    with submit.held(submitted) as job:
-        try:
-            job.logs(follow=True)
-            return list(job.result())
-        except KeyboardInterrupt:
-            job.cancel()
-            if stopped is not None:
-                stopped(job)
-            raise
+    packed, live = call.pack(run, (request,)), is_watched(sys.stdout)
+    job = submit.start(engine, packed, workers, engine.max_restarts, live=live)
+    return submit.finish(job, stopped=stopped)
 
 
 def _build(

@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw.cluster import membership
+from tfmw.cluster import membership, shared_directories
 from tfmw.cluster.cluster import MEMBER
 from tfmw.cluster.group import Group
 from tfmw.compat import datasets, memory, model_methods, models
@@ -33,12 +33,15 @@ from tfmw.errors import Preempted, UsageError
 from tfmw.launcher import call
 from tfmw.launcher.engines import agent
 from tfmw.observe import trackers
+from tfmw.storage import disk
 from tfmw.train import pickling
 from tfmw.train.checkpoint import state
 from tfmw.train.sent_data import opened_data
 
 KEPT_BY_JOB = "(kept by the job)"
 """Value in place of a `backup_dir`: each task's folder, whose newest backup the engine keeps."""
+
+_MARKER_S = 10.0  # time for a file to appear in a directory that several hosts share
 
 SHARED = 1 << 16
 """Size in bytes from which an array is kept for later calls."""
@@ -195,6 +198,10 @@ def _result(request: Request, arguments: dict[str, Any], prepared: bool) -> dict
     for backup in tf.nest.flatten(arguments["callbacks"]):
         if os.path.basename(getattr(backup, "backup_dir", "")) == KEPT_BY_JOB:
             backup.backup_dir = os.environ[agent.BACKUPS]
+        elif call.ELSEWHERE in os.environ and hasattr(backup, "backup_dir"):
+            joined = membership.joined()
+            group = Group(0, 1) if joined is None else Group.of(joined.strategy)
+            require_shared(os.fspath(backup.backup_dir), group)
     with model_methods.from_plain(model, name) if prepared else contextlib.nullcontext():
         result = model_methods.call_given(request.method, arguments, arguments.pop("given"))
     if not membership.current_cluster().is_chief or os.environ.get(MEMBER, "0") != "0":
@@ -208,6 +215,23 @@ def _result(request: Request, arguments: dict[str, Any], prepared: bool) -> dict
         "history": {k: getattr(history, k, None) for k in ("history", "epoch", "params")},
         "orders": {name: ShuffleSeeds(shuffle).passes for name, shuffle in opened.items()},
     }
+
+
+def require_shared(directory: str, group: Group) -> None:
+    """Raises UsageError, on all workers alike, unless each sees the chief's files there."""
+    if not disk.is_local(directory):
+        return
+    directories = {"backup_dir": directory} if group.is_chief else {}
+    with shared_directories.markers(directories) as (names, problems):
+        host = os.environ.get(call.ELSEWHERE, "this machine")
+        (name, problem, chief), *_ = group.from_all(
+            (names.get("backup_dir"), "".join(problems), f"worker 0 on {host}")
+        )
+        if not problem and not group.is_chief:
+            found = shared_directories.find_marker("backup_dir", directory, name, chief, _MARKER_S)
+            problem = "" if found is None else f"on {host}, {found}"
+        if first := next(filter(None, group.from_all(problem)), ""):
+            raise UsageError(f"{first}.")
 
 
 def _end_call() -> None:

@@ -3,8 +3,8 @@
     run_task(contact, rank=1, payload=lambda: [data], host="h1")
     python -m tfmw.launcher.engines.agent FOLDER RANK  # the same, by files of a shared folder
 
-The agent reserves a port, sends a hello to the controller and executes its requests: check a
-directory, unpack a backup, start the task, end it. It sends back output, progress, backups and the
+The agent reserves a port, sends a hello to the controller and executes its requests: unpack a
+backup, start the task, end it. It sends back output, progress, backups and the
 result. When the connection is lost it ends the task. Nothing here imports TensorFlow; the task
 does.
 """
@@ -26,7 +26,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tfmw.cluster import shared_directories
 from tfmw.cluster.cluster import TOKEN
 from tfmw.cluster.signals import Signals
 from tfmw.cluster.sockets import reserved_ports
@@ -39,6 +38,7 @@ from tfmw.launcher.engines.engine import TIMING, Contact
 from tfmw.launcher.environment import task_environment
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display
+from tfmw.launcher.process import task_name
 from tfmw.launcher.remote import messages
 from tfmw.launcher.remote.links import Links, secret_of_tasks
 from tfmw.launcher.remote.tasks import TasksOfOneMachine
@@ -54,7 +54,6 @@ BACKUPS = "TFMW_JOB_BACKUPS"
 _LOOK_S = 0.05  # seconds between two checks of the task
 _TELL_S = 0.5  # seconds between two reports of progress
 _BACKLOG = 1 << 20  # bytes that may be unsent when a backup is added
-_MARKER_S = 10.0  # time for a file to appear in a directory that several hosts share
 _FAREWELL_S = 60.0  # time for the controller to take the result
 
 
@@ -119,8 +118,6 @@ class _Agent:
             tasks: TasksOfOneMachine | None = None
             while (message := self._next()) is not None:
                 match message:
-                    case messages.Look():
-                        self._look(message)
                     case messages.BackupFiles(body=body):
                         self.sent_backup = unpack(body, self.backups)
                     case messages.Setup():
@@ -141,21 +138,6 @@ class _Agent:
 
     # ---- before the start ------------------------------------------------------------------------
 
-    def _look(self, look: messages.Look) -> None:
-        names = look.names
-        if not names:
-            markers = shared_directories.markers(look.directories)
-            names, problems = self.stack.enter_context(markers)
-        else:
-            found = (
-                shared_directories.find_marker(
-                    option, path, names[option] or "", look.chief, _MARKER_S
-                )
-                for option, path in look.directories.items()
-            )
-            problems = [problem for problem in found if problem is not None]
-        self.links.to_leader(messages.Looked(names, tuple(problems)))
-
     def _set_up(self, setup: messages.Setup) -> TasksOfOneMachine:
         with contextlib.suppress(OSError):
             self.stack.enter_context(contextlib.chdir(setup.folder))
@@ -171,14 +153,14 @@ class _Agent:
             command[1] = str(script)
         payload = self.payload() if command[0] == "call" else None
         context = AttemptContext(
-            run=LocalRun(command, [("worker", self.rank)], setup.options, payload=payload),
+            run=LocalRun(command, [setup.task], setup.options, payload=payload),
             directory=self.folder / "run",
             status=RunStatus(self.folder / "run", command),  # the job shows it
             env=task_environment({**environ, **setup.env}, setup.live),
             spawner=self.stack.enter_context(Spawner()),
             display=_Forward(self.links),
-            live=f"worker {self.rank}" if setup.live else None,
-            stop=self.stack.enter_context(Signals()),
+            live=task_name(*setup.task) if setup.live else None,
+            stop=Signals(),  # the agent gets the signals, not the attempt
         )
         tasks = TasksOfOneMachine(context, env=setup.own_env, settle_s=SETTLE_S)
         self.stack.callback(tasks.close)
@@ -189,14 +171,23 @@ class _Agent:
     def _watch(self, tasks: TasksOfOneMachine) -> None:
         """Waits until the task has ended, and the controller has its result or is gone."""
         told, wanted, ended = 0.0, True, None
+        stop, signals = self.stack.enter_context(Signals()), 0
         while ended is None:
             found = tasks.look(_LOOK_S)
             ended = found if isinstance(found, messages.Ended) else None
+            if len(stop.received) > signals:
+                signals = len(stop.received)
+                if stop.asks_to_leave:  # this machine will end: all tasks save their state
+                    self.links.to_leader(messages.Leaving())
+                else:
+                    ended = ended or tasks.end()
+            if isinstance(found, messages.RestartRequest):
+                self.links.to_leader(found)
             with contextlib.suppress(queue.Empty):
                 message = self._next(0.0)
                 if message is None or isinstance(message, messages.End):
                     wanted, ended = False, ended or tasks.end()
-                elif isinstance(message, messages.Leave):
+                elif isinstance(message, messages.Leave | messages.RestartReply):
                     tasks.do(message)
             if time.monotonic() - told >= _TELL_S:
                 told = time.monotonic()
@@ -260,13 +251,12 @@ def unpack(archive: bytes, folder: Path) -> str:
 
 def main(folder: Path, rank: int, host: str | None) -> None:
     """Runs a task of a job whose controller has left `contact.json` and the call in a folder."""
-    try:
-        contact = messages.built(Contact, json.loads(own_files.read(folder, CONTACT)))
-    except OSError as error:
+    if not (data := own_files.read(folder, CONTACT)):
         sys.exit(
-            f"tfmw: the folder of the job, {folder}, cannot be read here ({error.strerror}): it "
-            "must be one that all hosts share; see directory= of the engine."
+            f"tfmw: the folder of the job, {folder}, has no file {CONTACT} here: it must be one "
+            "that all hosts share; see directory= of the engine."
         )
+    contact = messages.built(Contact, json.loads(data))
     run_task(contact, rank, lambda: [own_files.read(folder, PAYLOAD)], host)
 
 

@@ -69,7 +69,7 @@ class Controller:
 
     def run(self) -> str:
         """Runs the job; returns its last state, which `status.json` has then, or INTERRUPTED."""
-        state, problem, backup = "failed", "", b""
+        state, problem = "failed", ""
         with own_files.append(self.folder / jobs.OUTPUT) as output:
             self._output = output
             try:
@@ -82,12 +82,9 @@ class Controller:
                 problem = f"its controller failed: {type(error).__name__}: {error}"
             finally:
                 try:
-                    backup = self.tasks.kept()
                     self.tasks.close()
                 except Exception:
                     traceback.print_exc(file=output)
-        if backup:
-            own_files.write(self.folder / jobs.BACKUP, backup)
         if state != INTERRUPTED:
             self._say(state=state, problem=problem)
         return state
@@ -110,9 +107,9 @@ class Controller:
     def begin(self, due: bool, now: float) -> JobAttempt | None:
         if self.stop.received and not self._cancelled() and self.tasks.requeues:
             raise RunOver("queued", "")
-        if self._is_to_end():
+        if self._cancelled() or self.stop.received:
             raise RunOver("cancelled", "it was cancelled before its tasks had a place")
-        if not due or not (count := self.tasks.available(*self.spec.workers)):
+        if not due or not (count := self.tasks.available(*self.spec.tasks)):
             if self.tasks.why != self._written.get("waiting", ""):
                 self._say(waiting=self.tasks.why, waiting_since=time.time())
                 if self.tasks.why:
@@ -123,8 +120,8 @@ class Controller:
         number = self._number
         self._say(state="starting" if number == 0 else "restarting", attempt=number)
         self._display = Display(self._output, LIVE if self.spec.setup.live else None)
-        own = self.spec, self.tasks, self._links, self._display
-        self._last = JobAttempt(*own, number, count, self._policy.division)
+        own = self.spec, self.tasks, self.folder, self._links, self._display
+        self._last = JobAttempt(*own, number, count, self._policy)
         self._grow_at, self._asked = now + _GROW_EVERY_S, False
         self._last.start(self._port)
         return self._last
@@ -147,8 +144,7 @@ class Controller:
 
     def judged(self, outcome: AttemptOutcome, decision: Decision) -> None:
         if decision.restart:
-            counted = {"restarts": self._policy.restarts, jobs.POLICY: self._policy.saved()}
-            self._say(state="restarting", step=outcome.step, **counted)
+            self._say(state="restarting", step=outcome.step, **self._counted())
         self._preempted = outcome.preempted
 
     def notify(self, text: str) -> None:
@@ -162,18 +158,13 @@ class Controller:
 
     def _first_attempt(self) -> int:
         """Number of the first attempt: 0, or the next one of a job that was queued again."""
-        before: dict[str, Any] = {}
-        with contextlib.suppress(FileNotFoundError):
-            before = json.loads(own_files.read(self.folder, jobs.STATUS))
+        before = json.loads(own_files.read(self.folder, jobs.STATUS) or "{}")
         kept = ("attempt", "restarts", "backup", jobs.POLICY)
         self._written = {name: before[name] for name in kept if name in before}
         if jobs.POLICY in before:
             self._policy.restore(before[jobs.POLICY])
         self._say(state="queued")
         return int(before.get("attempt", -1)) + 1
-
-    def _is_to_end(self) -> bool:
-        return self._cancelled() or bool(self.stop.received)
 
     def is_over(self, attempt: JobAttempt, now: float) -> bool:
         if attempt.look():
@@ -183,22 +174,31 @@ class Controller:
             while True:
                 attempt.handle(*self._inbox.get_nowait())
         if attempt.phase == "running":
-            self._say(state="running", **attempt.details())
+            self._say(state="running", **attempt.details(), **self._counted())
         if self._cancelled():
             return True
         if self.stop.received and not self._asked:
             self._asked = True
             attempt.ask_to_leave()
-        if not self._asked and now > self._grow_at:
-            self._grow_at = now + _GROW_EVERY_S
-            if self._can_grow(attempt):
-                self._asked = self._growing = True
-                self.notify("there is a place for more tasks: all save their state")
+        if not self._asked and attempt.phase == "running":
+            self._growing = now > self._grow_at and self._can_grow(attempt)
+            notices = {**attempt.notices, **self.tasks.notices()}
+            if self._growing or notices:
+                reasons = [f"{attempt.label(rank)}: {why}" for rank, why in notices.items()]
+                why = "; ".join(reasons) or "there is a place for more tasks"
+                self.notify(f"{why}: all save their state")
+                self._asked = True
                 attempt.ask_to_leave()
         return False
 
+    def _counted(self) -> dict[str, Any]:
+        """Fields of the status with the restarts so far; none before the first."""
+        counted = {"restarts": self._policy.restarts, jobs.POLICY: self._policy.saved()}
+        return counted if self._policy.restarts else {}
+
     def _can_grow(self, attempt: JobAttempt) -> bool:
-        least, most = self.spec.workers
+        self._grow_at = time.monotonic() + _GROW_EVERY_S
+        least, most = self.spec.tasks
         return (
             least < most
             and self.spec.setup.options.max_restarts > 0

@@ -5,7 +5,7 @@
         def attach(self, number): ...             # the same, from another process
 
     class MyTasks(Tasks):            # in the controller's process: start tasks, watch, end
-        def start(self, count, contact): ...
+        def start(self, layout, contact): ...
         def lost(self): ...
         def end(self): ...
 
@@ -18,14 +18,18 @@ import abc
 import dataclasses
 import importlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tfmw.cluster.versions import common_versions
 from tfmw.errors import UsageError, is_whole
 from tfmw.launcher.call import Payload
+from tfmw.launcher.options import task_layout
 from tfmw.launcher.remote.links import Timing
 from tfmw.launcher.remote.messages import Setup
+
+Layout = Sequence[tuple[str, int]]
+"""(kind, index) of each task, in the order of the ranks."""
 
 TIMING = Timing(beat_s=2.0, silence_s=20.0, hello_s=10.0)
 """Time limits of the connections between a controller and its tasks."""
@@ -36,13 +40,27 @@ class JobSpec:
     """A job, for the controller; the call itself is sent as the payload."""
 
     setup: Setup  # setup of each task
-    workers: tuple[int, int]  # the least and the largest number of tasks
+    workers: tuple[int, int]  # the least and the largest number of workers
+    ps: int = 0  # number of parameter servers; with any, one more task, the chief, coordinates
+    evaluator: bool = False
     # Versions that must be the same in every task, by name.
     facts: Mapping[str, str] = dataclasses.field(default_factory=common_versions)
-    # Directories that every task must share, by the name of the argument.
-    directories: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Proves to the controller that a task belongs to the job.
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(32))
+
+    @property
+    def tasks(self) -> tuple[int, int]:
+        """The least and the largest number of tasks."""
+        least, most = self.workers
+        return least + self._others, most + self._others
+
+    def layout(self, count: int) -> list[tuple[str, int]]:
+        """(kind, index) of each task of an attempt with `count` tasks."""
+        return task_layout(count - self._others, self.ps, self.evaluator)
+
+    @property
+    def _others(self) -> int:
+        return len(task_layout(1, self.ps, self.evaluator)) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,24 +101,23 @@ class Tasks(abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def start(self, count: int, contact: Contact) -> None:
-        """Starts tasks 0 to `count` - 1: each calls `agent.run_task` with its rank."""
+    def start(self, layout: Layout, contact: Contact) -> None:
+        """Starts the tasks: each calls `agent.run_task` with its rank, its position in `layout`."""
 
     @abc.abstractmethod
     def lost(self) -> dict[int, str]:
         """Tasks that have ended without a request: {rank: reason, as a clause}."""
 
+    def notices(self) -> dict[int, str]:
+        """Tasks whose machine ends soon: {rank: reason, as a clause}; all then save their state.
+
+        A task whose agent gets SIGTERM needs no other notice.
+        """
+        return {}
+
     @abc.abstractmethod
     def end(self) -> None:
         """Ends all tasks that were started; returns once none of them runs."""
-
-    def keep(self, backup: bytes) -> None:
-        """Stores the newest backup of a job without a `backup_dir`."""
-        self._backup = backup
-
-    def kept(self) -> bytes:
-        """The last backup that `keep` got; b"" for none."""
-        return getattr(self, "_backup", b"")
 
     def close(self) -> None:  # noqa: B027  (most have nothing to give back)
         """Releases everything that the job holds."""
@@ -145,6 +162,11 @@ class Engine(abc.ABC):
     name = ""
     """The part of a job's id before the colon: "slurm" in "slurm:4711"."""
 
+    @property
+    def leave_s(self) -> float | None:
+        """Seconds in which tasks that are asked to leave must save their state; None: 30."""
+        return None
+
     @abc.abstractmethod
     def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
         """Starts a job's controller; returns the job's number and handle."""
@@ -156,6 +178,14 @@ class Engine(abc.ABC):
     def numbers(self) -> list[str]:
         """Numbers of the existing jobs, the oldest first."""
         return []
+
+    def unknown_job(self, number: str, place: str) -> UsageError:
+        """The error of `attach` for a job that does not exist at a place."""
+        known = ", ".join(f"{self.name}:{n}" for n in self.numbers()[-5:]) or "none"
+        return UsageError(
+            f"there is no job {self.name}:{number} {place}; the last jobs there: {known}. tfmw "
+            "jobs lists them."
+        )
 
     def where(self, number: str) -> str:
         """The engine's name of the job for people: "Slurm job 4711", and a dashboard's address."""

@@ -27,7 +27,6 @@ from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.agent import CONTACT, PAYLOAD
 from tfmw.launcher.engines.controller import CANCEL, Controller
 from tfmw.launcher.engines.engine import Contact, Engine, JobSpec, Tasks
-from tfmw.launcher.engines.job import BACKUP
 
 SPEC = "spec.pickle"
 
@@ -61,14 +60,8 @@ class FolderEngine(Engine):
             UsageError: it does not exist, or other users may have written to it.
         """
         folder = self.root / number
-        try:
-            own_files.read(folder, SPEC)
-        except FileNotFoundError:
-            known = ", ".join(f"{self.name}:{n}" for n in self.numbers()[-5:]) or "none"
-            raise UsageError(
-                f"there is no job {self.name}:{number} in {self.root}; the last jobs there: "
-                f"{known}. tfmw jobs lists them."
-            ) from None
+        if not own_files.read(folder, SPEC):
+            raise self.unknown_job(number, f"in {self.root}")
         return folder
 
 
@@ -116,21 +109,6 @@ def write_contact(folder: Path, contact: Contact) -> None:
     own_files.write(folder / CONTACT, json.dumps(dataclasses.asdict(contact)).encode())
 
 
-@dataclasses.dataclass
-class FolderTasks(Tasks):
-    """Tasks of a job with a folder; its newest backup outlives its controller."""
-
-    folder: Path
-
-    def keep(self, backup: bytes) -> None:
-        own_files.write(self.folder / BACKUP, backup)
-
-    def kept(self) -> bytes:
-        with contextlib.suppress(FileNotFoundError):
-            return own_files.read(self.folder, BACKUP)
-        return b""
-
-
 def control(folder: Path, make_tasks: Callable[[Path], Tasks]) -> str:
     """Runs the controller of the job in a folder, in this process; returns its last state."""
     spec: JobSpec = pickle.loads(own_files.read(folder, SPEC))
@@ -148,10 +126,7 @@ class FolderHandle:
     why: str = ""
 
     def read(self, name: str, offset: int = 0) -> bytes:
-        try:
-            return own_files.read(self.folder, name, offset)
-        except FileNotFoundError:
-            return b""
+        return own_files.read(self.folder, name, offset)
 
     def cancel(self) -> None:
         (self.folder / CANCEL).touch()

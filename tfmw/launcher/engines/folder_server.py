@@ -11,10 +11,10 @@ A request and its reply are frames with a MAC (`tfmw.launcher.remote.links`): JS
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -88,8 +88,6 @@ class FolderServer:
                 data, problem = b"", {}
                 try:
                     data = self._reply(body, **request)
-                except FileNotFoundError:
-                    pass
                 except (UsageError, OSError) as error:
                     problem = {"error": str(error)}
                 peer.send(problem, data)
@@ -141,8 +139,11 @@ class FolderClient:
 
     def upload(self, name: str, payload: call.Payload) -> None:
         """Writes a packed call. Raises OSError."""
-        with io.BufferedWriter(_Upload(self, name), PIECE) as file:
+        with tempfile.TemporaryFile() as file:
             call.write(payload, file)
+            file.seek(0)
+            while piece := file.read(PIECE):
+                self.write(name, file.tell() - len(piece), piece)
 
     def close(self) -> None:
         """Closes the connection; the next request opens another one."""
@@ -163,22 +164,3 @@ class FolderClient:
         if "error" in reply:
             raise UsageError(reply["error"])
         return data
-
-
-class _Upload(io.RawIOBase):
-    """A file of the folder, to be written from its beginning to its end."""
-
-    def __init__(self, files: FolderClient, name: str) -> None:
-        self._files, self._name, self._written = files, name, 0
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._written
-
-    def write(self, data: Any) -> int:
-        piece = memoryview(data)[:PIECE]
-        self._files.write(self._name, self._written, piece)
-        self._written += len(piece)
-        return len(piece)

@@ -73,9 +73,9 @@ class Job:
         """The job's state, and where its tasks run.
 
         Returns:
-            "state" as in `status`; "attempt", "restarts", "step", and "hosts" and "steps" of the
-            tasks, once they have started; "backup", the newest one that the job keeps; "problem",
-            one sentence, where it has failed or was lost.
+            "state" as in `status`; "attempt", "step", and "tasks", "hosts" and "steps", once they
+            have started; "restarts", if there were any; "backup", the newest one that the job
+            keeps; "problem", one sentence, where it has failed or was lost.
         """
         data = self._handle.read(STATUS)
         found: dict[str, Any] = json.loads(data) if data else {"state": "queued"}

@@ -1,6 +1,6 @@
 """Controller's side of one attempt: its tasks are gathered, checked, started and watched.
 
-    attempt = JobAttempt(spec, tasks, links, display, number=0, count=8)
+    attempt = JobAttempt(spec, tasks, folder, links, display, number=0, count=8)
     attempt.start(port)                     # the engine starts the tasks, which connect
     for event in inbox: attempt.handle(*event)
     attempt.look()                          # whether it is over
@@ -16,15 +16,20 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 from tfmw.cluster import addresses
+from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.engine import Contact, JobSpec, Tasks
+from tfmw.launcher.engines.job import BACKUP
+from tfmw.launcher.options import FAREWELL_S
 from tfmw.launcher.output import Display
+from tfmw.launcher.process import task_name
 from tfmw.launcher.remote import messages
 from tfmw.launcher.remote.links import Links
 from tfmw.launcher.remote.remote_attempt import RemoteAttempt
-from tfmw.observe.goodput import Division
+from tfmw.launcher.restart import RestartPolicy
 
 LIVE = "live"
 """Name, for `Display`, of the first task if its output is for a terminal."""
@@ -52,25 +57,33 @@ class JobAttempt:
 
     spec: JobSpec
     tasks: Tasks
+    folder: Path  # directory of the job's files
     links: Links
     display: Display  # display of the tasks' output
     number: int
     count: int  # number of tasks
-    division: Division | None = None  # division of the run's time until now; None: unknown
+    policy: RestartPolicy  # counts restarts of single tasks
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.phase = "gathering"
+        self.layout = self.spec.layout(self.count)
         self.members: dict[int, TaskState] = {}
         self._ranks: dict[Hashable, int] = {}
-        self._lost_at: dict[int, float] = {}
-        self._cut: dict[int, float] = {}  # times at which connections were lost
-        self._unseen = set(range(self.count))  # tasks whose directories have not been checked
+        self._cut: set[int] = set()  # tasks whose connections were lost
+        self._gone: dict[int, float] = {}  # times of the first sign that a task is lost
+        self.notices: dict[int, str] = {}  # notices that tasks have got themselves; see `Tasks`
         self._backup = ""  # name of the newest backup that the job keeps
         now, options = self.clock(), self.spec.setup.options
         self._start_by = now + (options.start_timeout_s or math.inf)
         self.ending = RemoteAttempt(
-            self.number, set(range(self.count)), options, self.label, now, SETTLE_S, self.division
+            self.number,
+            set(range(self.count)),
+            options,
+            self.label,
+            now,
+            SETTLE_S,
+            self.policy.division,
         )
 
     # ---- start -----------------------------------------------------------------------------------
@@ -78,7 +91,7 @@ class JobAttempt:
     def start(self, port: int) -> None:
         """Starts the tasks through the engine; they connect to the port."""
         contact = Contact(self.tasks.hosts(), port, self.spec.token, self.number)
-        self.tasks.start(self.count, contact)
+        self.tasks.start(self.layout, contact)
 
     def handle(self, event: str, name: Hashable, *what: Any) -> None:
         """Processes an event of a connection."""
@@ -88,8 +101,7 @@ class JobAttempt:
         elif event == "from_member" and rank is not None:
             self._receive(rank, self.members[rank], *what)
         elif event == "member_lost" and rank is not None:
-            self._cut[rank] = self.clock()
-            self._look_at_cut()
+            self._cut.add(rank)
 
     def _welcome(self, name: Hashable, hello: messages.Message) -> None:
         if (
@@ -107,8 +119,6 @@ class JobAttempt:
 
     def _receive(self, rank: int, member: TaskState, message: messages.Message) -> None:
         match message:
-            case messages.Looked() if self.phase == "checking":
-                self._looked(rank, message)
             case messages.Output(final=final, body=body):
                 live = self.spec.setup.live and rank == 0
                 self.display.feed(LIVE if live else self.label(rank), body, final)
@@ -118,12 +128,22 @@ class JobAttempt:
                 member.step = step
                 self.ending.reached(rank, step, division)
             case messages.BackupFiles(name=name, body=body):
-                self.tasks.keep(body)
+                own_files.write(self.folder / BACKUP, body)
                 self._backup = name
+            case messages.Leaving():
+                self.notices[rank] = "its machine will end"
+            case messages.RestartRequest(attempt=attempt, task=task):
+                goes_on = math.isinf(self.ending.end_at)
+                allowed = goes_on and self.policy.allows_restart_alone()
+                reply = messages.RestartReply(attempt, task, allowed, self.policy.restarts)
+                self._send(rank, reply)
             case messages.Ended(report=report, body=body):
                 member.result = body
-                self.ending.ended(rank, report, self.clock(), task=self.label(rank))
+                now, reports = self.clock(), self.ending.reports
+                self.ending.ended(rank, report, now, task=self.label(rank))
                 self._send(rank, messages.End(message.attempt))
+                if all(r in reports and reports[r].done for r in self._not_serving()):
+                    self.ending.succeeded(now, FAREWELL_S)
 
     def _in_order(self) -> list[TaskState]:
         return [self.members[rank] for rank in sorted(self.members)]
@@ -132,45 +152,32 @@ class JobAttempt:
         self.links.to_member(self.members[rank].name, message)
 
     def _check(self) -> None:
-        """Compares versions, and makes the tasks check the directories that they share."""
-        self.phase = "checking"
+        """Compares versions; starts the tasks if all are the same."""
         for rank in range(self.count):
             hello = self.members[rank].hello
             for name, expected in self.spec.facts.items():
                 found = hello.facts.get(name, "none")
                 if found != expected:
-                    self._fail(
-                        rank,
+                    problem = (
                         f"{name} is {found} on {hello.host}, and {expected} where "
-                        "the job was submitted: install the same version on all machines.",
+                        "the job was submitted: install the same version on all machines."
                     )
+                    now = self.clock()
+                    fields = {"error": problem, "usage": True, "external": False}
+                    self.ending.fail(self.ending.failure(rank, now, **fields), now)
                     return
-        if self._shared():
-            self._send(0, messages.Look(self._shared(), {}, ""))
-        else:
-            self._run()
-
-    def _shared(self) -> dict[str, str]:
-        return {k: v for k, v in self.spec.directories.items() if "://" not in v}
-
-    def _looked(self, rank: int, looked: messages.Looked) -> None:
-        if looked.problems:
-            self._fail(rank, looked.problems[0] + ".")
-            return
-        self._unseen.discard(rank)
-        if rank == 0:
-            for other in self._unseen:
-                self._send(other, messages.Look(self._shared(), looked.names, chief=self.label(0)))
-        if not self._unseen:
-            self._run()
+        self._run()
 
     def _run(self) -> None:
         """Sends the cluster to all tasks, which then start."""
         self.phase = "running"
         spec, hellos = self.spec, [member.hello for member in self._in_order()]
-        cluster = {"worker": tuple(addresses.joined(h.address, h.port) for h in hellos)}
-        backup = self.tasks.kept()
-        if backup:
+        cluster: dict[str, tuple[str, ...]] = {}
+        for (kind, _), hello in zip(self.layout, hellos, strict=True):
+            if kind != "evaluator":
+                address = addresses.joined(hello.address, hello.port)
+                cluster[kind] = (*cluster.get(kind, ()), address)
+        if backup := own_files.read(self.folder, BACKUP):
             self._send(0, messages.BackupFiles("", backup))
         for rank, hello in enumerate(hellos):
             here = [r for r, other in enumerate(hellos) if other.address == hello.address]
@@ -178,14 +185,15 @@ class JobAttempt:
                 "TFMW_LOCAL_TASKS": str(len(here)),
                 "TFMW_LOCAL_RANK": str(here.index(rank)),
             }
-            live = spec.setup.live and rank == 0
-            self._send(rank, dataclasses.replace(spec.setup, own_env=own_env, live=live))
+            live, task = spec.setup.live and rank == 0, self.layout[rank]
+            setup = dataclasses.replace(spec.setup, task=task, own_env=own_env, live=live)
+            self._send(rank, setup)
             start = messages.Start(
                 run="",
                 attempt=self.number,
                 hosts=tuple(range(self.count)),
                 cluster=cluster,
-                tasks=(("worker", rank),),
+                tasks=(task,),
                 division=self.ending.before,
             )
             self._send(rank, start)
@@ -194,36 +202,28 @@ class JobAttempt:
 
     def label(self, rank: int) -> str:
         """The task's name in the output: "worker 1 on h2"; "worker 1" before it has connected."""
-        member = self.members.get(rank)
-        return f"worker {rank} on {member.hello.host}" if member else f"worker {rank}"
+        name, member = task_name(*self.layout[rank]), self.members.get(rank)
+        return f"{name} on {member.hello.host}" if member else name
+
+    def _not_serving(self) -> list[int]:
+        """Ranks of the tasks that run the program to its end."""
+        serving = ("ps", "worker") if self.spec.ps else ()
+        return [rank for rank, (kind, _) in enumerate(self.layout) if kind not in serving]
 
     def look(self) -> bool:
         """Checks for lost tasks, and the time; returns whether the attempt is over."""
-        now, attempt = self.clock(), self.ending
-        for rank, why in self._look_at_cut().items():
-            # A connected task may still report why it ended.
-            patience = LOST_S if rank in self.members else -1.0
-            if rank in attempt.running and now - self._lost_at.setdefault(rank, now) > patience:
-                attempt.lost(rank, why, now)
+        now, attempt, told = self.clock(), self.ending, self.tasks.lost()
+        for rank in sorted(attempt.running & (told.keys() | self._cut)):
+            # The task may still report why it ended, or the engine why the connection was lost.
+            known = rank not in self.members or (rank in told and rank in self._cut)
+            limit_s = self.tasks.tells_s if rank in self._cut else LOST_S
+            if now - self._gone.setdefault(rank, now) >= limit_s or known:
+                attempt.lost(rank, told.get(rank, "its connection was lost"), now)
         if self.phase == "gathering" and now > self._start_by:
             rank = next(r for r in itertools.count() if r not in self.members)
             limit = self.spec.setup.options.start_timeout_s
             attempt.lost(rank, f"has not connected within {limit:g} s of its start", now)
         return attempt.must_end(now) or not attempt.running
-
-    def _look_at_cut(self) -> dict[int, str]:
-        """Ends tasks whose connection was lost; returns the reasons that the engine has."""
-        now, told = self.clock(), self.tasks.lost()
-        for rank, since in self._cut.items():
-            if rank in self.ending.running and (rank in told or now - since >= self.tasks.tells_s):
-                self.ending.lost(rank, told.get(rank, "its connection was lost"), now)
-        return told
-
-    def _fail(self, rank: int, problem: str) -> None:
-        """Ends the attempt and the run, for a problem that no restart can solve."""
-        now = self.clock()
-        found = self.ending.failure(rank, now, error=problem, usage=True, external=False)
-        self.ending.fail(found, now)
 
     # ---- end -------------------------------------------------------------------------------------
 
@@ -244,15 +244,17 @@ class JobAttempt:
             self.links.drop(member.name)
 
     def results(self) -> dict[str, bytes]:
-        """The pickled result of each task's function, by the task's name."""
-        return {self.label(rank): self.members[rank].result for rank in sorted(self.members)}
+        """The pickled result of the function in each task that does not serve, by its name."""
+        ranks = self._not_serving() if self.ending.has_succeeded else sorted(self.members)
+        return {self.label(rank): self.members[rank].result for rank in ranks}
 
     def details(self) -> dict[str, Any]:
         """Fields of the job's status that describe this attempt."""
         members = self._in_order()
         return {
             "attempt": self.number,
-            "workers": self.count,
+            "workers": sum(kind == "worker" for kind, _ in self.layout),
+            "tasks": [task_name(*task) for task in self.layout],
             "hosts": [member.hello.host for member in members],
             "step": self.ending.step,
             "steps": [member.step for member in members],

@@ -12,6 +12,7 @@ that does not reply has lost nothing.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import json
@@ -27,15 +28,13 @@ from typing import Any
 
 from tfmw.errors import TfmwError, UsageError
 from tfmw.launcher.call import Payload
-from tfmw.launcher.engines import folder, folder_server
+from tfmw.launcher.engines import folder, folder_server, submit
 from tfmw.launcher.engines import kubernetes_objects as objects
 from tfmw.launcher.engines.agent import PAYLOAD
 from tfmw.launcher.engines.controller import CANCEL
 from tfmw.launcher.engines.engine import Engine, JobHandle, JobSpec
 from tfmw.launcher.engines.kubernetes_api import Api, Pods, Unreachable
-from tfmw.launcher.engines.kubernetes_objects import (
-    Object,
-)
+from tfmw.launcher.engines.kubernetes_objects import Object
 from tfmw.launcher.engines.kubernetes_tasks import TASKS, port_of
 
 IMAGE = "TFMW_IMAGE"
@@ -43,6 +42,7 @@ IMAGE = "TFMW_IMAGE"
 
 _MODULE = "tfmw.launcher.engines.kubernetes_tasks"
 
+_OLDEST = (1, 29)  # the first that has backoffLimitPerIndex without an option of its own
 _TELL_FIRST_S, _TELL_EVERY_S = 10.0, 60.0  # times of lines about a controller that waits
 _UNAVAILABLE_S = 120.0  # time for which the API server or the controller may be away
 _RETRY_S = 0.5
@@ -89,13 +89,17 @@ class Kubernetes(Engine):
 
     name = "kubernetes"
 
+    @property
+    def leave_s(self) -> float:
+        return self.grace_s
+
     def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
         api, number = self.api(), secrets.token_hex(4)
-        controller, tasks = self._jobs(number, spec.workers)
-        job = api.create_job(controller)
+        controller, tasks = self._jobs(number, spec.tasks)
+        job = api.create("Jobs", controller)
         handle = KubernetesHandle(api, number, spec.token.encode())
         try:
-            api.create_secret(objects.secret(number, spec.token, job))
+            api.create("Secrets", objects.secret(number, spec.token, job))
             handle.wait_started()
             handle.begin(spec, payload, tasks)
         except BaseException:
@@ -104,20 +108,15 @@ class Kubernetes(Engine):
         return number, handle
 
     def attach(self, number: str) -> JobHandle:
-        api = self.api()
+        api, name = self.api(), objects.name_of(number)
         # A Job is created before its Secret, and outlives it for a moment.
-        token = api.token(objects.name_of(number))
-        if token is None or api.job(objects.name_of(number)) is None:
-            known = ", ".join(f"kubernetes:{n}" for n in self.numbers()[-5:]) or "none"
-            raise UsageError(
-                f"there is no job kubernetes:{number} in the namespace {api.namespace}; the last "
-                f"jobs there: {known}. tfmw jobs lists them; namespace= names another one."
-            )
-        return KubernetesHandle(api, number, token)
+        secret = api.get("Secrets", name)
+        if secret is None or api.get("Jobs", name) is None:
+            raise self.unknown_job(number, f"in the namespace {api.namespace}")
+        return KubernetesHandle(api, number, base64.b64decode(secret["data"]["token"]))
 
     def numbers(self) -> list[str]:
-        jobs = self.api().jobs(f"{objects.ROLE}=controller")
-        jobs.sort(key=lambda job: str(job["metadata"].get("creationTimestamp")))
+        jobs = self.api().listed("Jobs", f"{objects.ROLE}=controller")
         return [job["metadata"]["labels"][objects.JOB] for job in jobs]
 
     def where(self, number: str) -> str:
@@ -127,7 +126,7 @@ class Kubernetes(Engine):
         """The API of the cluster. Raises UsageError."""
         return Api.connected(self.context, self.namespace)
 
-    def _jobs(self, number: str, workers: tuple[int, int]) -> tuple[Object, Object]:
+    def _jobs(self, number: str, size: tuple[int, int]) -> tuple[Object, Object]:
         """The Jobs of the controller and of the tasks."""
         template = self._template()
         containers = template.get("spec", {}).get("containers", [])
@@ -168,7 +167,7 @@ class Kubernetes(Engine):
         )
         return (
             objects.controller_job(number, controller, returns=bool(self.directory)),
-            objects.tasks_job(number, tasks, workers, self.queue),
+            objects.tasks_job(number, tasks, size, self.queue),
         )
 
     def _template(self) -> Object:
@@ -201,7 +200,7 @@ class KubernetesHandle:
 
     def state(self) -> str:
         try:
-            job = self._api.job(self._name)
+            job = self._api.get("Jobs", self._name)
             pod = self._pod() if job is not None else None
         except Unreachable:
             return ""
@@ -220,11 +219,11 @@ class KubernetesHandle:
             self.kill()  # no controller is there to end the job
 
     def kill(self) -> None:
-        self._api.delete_job(self._name)
+        self._api.delete("Jobs", self._name)
 
     def forget(self) -> None:
         self._files.close()
-        self._api.delete_job(self._name)
+        self._api.delete("Jobs", self._name)
 
     # ---- submission ------------------------------------------------------------------------------
 
@@ -300,5 +299,30 @@ class KubernetesHandle:
 
     def _pod(self) -> Object | None:
         """The newest pod of the controller."""
-        pods = self._api.pods(f"job-name={self._name}")
+        pods = self._api.listed("pods", f"job-name={self._name}")
         return pods[-1] if pods else None
+
+
+def check(engine: Engine) -> int:
+    """Tests a cluster by a job of one task, and prints the first problem; `tfmw check`.
+
+    Returns:
+        The exit status.
+    """
+    assert isinstance(engine, Kubernetes)
+    try:
+        api = engine.api()
+        print(f"checking Kubernetes, namespace {api.namespace}", flush=True)
+        version = ".".join(map(str, api.version()))
+        if api.version() < _OLDEST:
+            raise TfmwError(f"Kubernetes has version {version}: expected 1.29 or later")
+        submit.launch(_nothing, workers=1, on=engine, env={"TFMW_NO_INIT": "1"})
+    except TfmwError as error:
+        print(f"failed: {error}", flush=True)
+        return 1
+    print(f"ok: version {version}, rights, image and versions; all is well", flush=True)
+    return 0
+
+
+def _nothing() -> None:
+    """A function that every image with tfmw has."""

@@ -1,8 +1,8 @@
 """Requests to the API server of a Kubernetes cluster, by the official client.
 
     api = Api.connected(context="", namespace="")
-    api.create_job(job)
-    api.pods("job-name=tfmw-3fa9c2")
+    api.create("Jobs", job)
+    api.listed("pods", "job-name=tfmw-3fa9c2")
 
 Objects are plain JSON. A request is repeated for a while if the server is busy or away; then
 `Unreachable` is raised. Requests that the server refuses raise UsageError with its message.
@@ -10,14 +10,16 @@ Objects are plain JSON. A request is repeated for a while if the server is busy 
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import dataclasses
 import functools
 import json
 import os
+import queue
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from tfmw.launcher.engines.engine import library
 from tfmw.launcher.engines.kubernetes_objects import Object
 
 _POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_METHODS = {"create": "POST", "delete": "DELETE"}
 _LATER = (408, 429, 500, 502, 503, 504)  # statuses after which a request is repeated
 _REPLY_S = 15.0  # time for one reply
 _RETRY_S = 0.5
@@ -81,57 +84,43 @@ class Api:
         client = kubernetes.client.ApiClient(settings)
         return cls(kubernetes, client, namespace or own, patience_s)
 
-    def create_job(self, job: Object) -> Object:
-        """Creates a Job; the existing one if a lost reply has created it."""
+    def create(self, kind: str, content: Object) -> Object:
+        """Creates an object; the existing one if a request whose reply was lost has created it."""
         try:
-            return self._call("create Jobs", self._batch.create_namespaced_job, job)
+            return self._call("create", kind, body=content)
         except _Exists:
-            found = self.job(job["metadata"]["name"])
+            found = self.get(kind, content["metadata"]["name"])
             assert found is not None
             return found
 
-    def job(self, name: str) -> Object | None:
-        """A Job; None if there is none."""
-        return self._found("read Jobs", self._batch.read_namespaced_job, name)
-
-    def jobs(self, selector: str) -> list[Object]:
-        """The Jobs with these labels."""
-        return self._listed("list Jobs", self._batch.list_namespaced_job, selector)
-
-    def delete_job(self, name: str) -> None:
-        """Deletes a Job, and what it owns."""
-        delete = self._batch.delete_namespaced_job
-        self._found("delete Jobs", delete, name, propagation_policy="Background")
-
-    def pods(self, selector: str) -> list[Object]:
-        """The pods with these labels, the oldest first."""
-        found = self._listed("list pods", self._core.list_namespaced_pod, selector)
-        return sorted(found, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
-
-    def events(self, name: str) -> list[Object]:
-        """The events of an object; none if they may not be read."""
+    def get(self, kind: str, name: str) -> Object | None:
+        """An object; None if there is none."""
         try:
-            request = self._core.list_namespaced_event
-            listed = self._call(
-                "list events", request, field_selector=f"involvedObject.name={name}"
-            )
-        except (UsageError, Unreachable):
-            return []
-        return list(listed["items"])
+            return self._call("read", kind, name)
+        except _Missing:
+            return None
 
-    def create_secret(self, secret: Object) -> None:
-        """Creates a Secret."""
-        self._call("create Secrets", self._core.create_namespaced_secret, secret)
+    def listed(self, kind: str, labels: str) -> list[Object]:
+        """The objects with these labels, the oldest first."""
+        found = self._call("list", kind, query={"labelSelector": labels})["items"]
+        return sorted(found, key=lambda each: str(each["metadata"].get("creationTimestamp")))
 
-    def token(self, name: str) -> bytes | None:
-        """The token in a Secret; None if there is none."""
-        found = self._found("read Secrets", self._core.read_namespaced_secret, name)
-        return None if found is None else base64.b64decode(found["data"]["token"])
+    def delete(self, kind: str, name: str) -> None:
+        """Deletes an object, and what it owns."""
+        with contextlib.suppress(_Missing):
+            self._call("delete", kind, name, query={"propagationPolicy": "Background"})
+
+    def events(self, name: str) -> list[str]:
+        """The messages of an object's events; none if they may not be read."""
+        with contextlib.suppress(UsageError, Unreachable):
+            about = {"fieldSelector": f"involvedObject.name={name}"}
+            found = self._call("list", "events", query=about)["items"]
+            return [event["message"] for event in found if "message" in event]
+        return []
 
     def version(self) -> tuple[int, int]:
         """Major and minor version of the server."""
-        ask = self.kubernetes.client.VersionApi(self.client).get_code
-        found = self._call("read the version", ask, everywhere=True)
+        found = self._call("read", "version")
         return int(found["major"]), int(found["minor"].rstrip("+"))
 
     def forwarded(self, pod: str, port: int) -> socket.socket:
@@ -140,52 +129,57 @@ class Api:
         client = self.kubernetes.client
         core = client.CoreV1Api(client.ApiClient(self.client.configuration))
         connect = core.connect_get_namespaced_pod_portforward
+        replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def forward() -> None:
+            try:
+                request = self.kubernetes.stream.portforward
+                replies.put(request(connect, pod, self.namespace, ports=str(port)).socket(port))
+            except client.ApiException as error:
+                replies.put(ConnectionError(f"no port of {pod} is forwarded: {error.reason}"))
+
+        # The client's request has no time limit.
+        threading.Thread(target=forward, name="tfmw-forward", daemon=True).start()
         try:
-            forward = self.kubernetes.stream.portforward
-            ports = forward(connect, pod, self.namespace, ports=str(port))
-        except client.ApiException as error:
-            raise ConnectionError(f"no port of {pod} is forwarded: {error.reason}") from error
-        found: socket.socket = ports.socket(port)
-        return found
-
-    @property
-    def _batch(self) -> Any:
-        return self.kubernetes.client.BatchV1Api(self.client)
-
-    @property
-    def _core(self) -> Any:
-        return self.kubernetes.client.CoreV1Api(self.client)
-
-    def _listed(self, what: str, request: Any, selector: str) -> list[Object]:
-        return list(self._call(what, request, label_selector=selector)["items"])
-
-    def _found(self, what: str, request: Any, name: str, **options: Any) -> Object | None:
-        try:
-            return self._call(what, lambda *a, **o: request(name, *a, **o), **options)
-        except _Missing:
-            return None
+            found = replies.get(timeout=_REPLY_S)
+        except queue.Empty:
+            found = TimeoutError(f"no port of {pod} is forwarded within {_REPLY_S:g} s")
+        if isinstance(found, OSError):
+            raise found
+        forwarded: socket.socket = found
+        return forwarded
 
     def _call(
         self,
-        what: str,
-        request: Callable[..., Any],
-        *body: Object,
-        everywhere: bool = False,
-        **options: Any,
+        verb: str,
+        kind: str,
+        name: str = "",
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
     ) -> Object:
         """The reply to a request, as JSON."""
         from urllib3.exceptions import HTTPError
 
-        where = () if everywhere else (self.namespace,)
+        group = "/apis/batch/v1" if kind == "Jobs" else "/api/v1"
+        path = f"{group}/namespaces/{self.namespace}/{kind.lower()}" + (name and f"/{name}")
         deadline = time.monotonic() + self.patience_s
         while True:
             try:
-                found = request(*where, *body, _request_timeout=_REPLY_S, **options)
-                reply: Object = self.client.sanitize_for_serialization(found)
+                reply: Object = self.client.call_api(
+                    "/version/" if kind == "version" else path,
+                    _METHODS.get(verb, "GET"),
+                    query_params=list((query or {}).items()),
+                    header_params={"Accept": "application/json"},
+                    body=body,
+                    response_type="object",
+                    auth_settings=["BearerToken"],
+                    _return_http_data_only=True,
+                    _request_timeout=_REPLY_S,
+                )
                 return reply
             except self.kubernetes.client.ApiException as error:
                 if error.status not in _LATER:
-                    raise _refused(what, self.namespace, error) from error
+                    raise _refused(f"{verb} {kind}", self.namespace, error) from error
                 problem = f"{error.status} {error.reason}"
             except HTTPError as error:
                 problem = str(error)
@@ -207,7 +201,8 @@ class Pods:
 
     def look(self) -> None:
         """Lists the pods. Raises Unreachable."""
-        now = {objects.index_of(pod): pod for pod in self._api.pods(f"job-name={self._job}")}
+        which = f"job-name={self._job}"
+        now = {objects.index_of(pod): pod for pod in self._api.listed("pods", which)}
         for index, old in list(self.found.items()):
             if index in now and now[index]["metadata"]["uid"] == old["metadata"]["uid"]:
                 continue
@@ -241,7 +236,7 @@ class Pods:
             self.problems[index] = ended
 
     def _why_none(self) -> str:
-        told = [e.get("message", "") for e in self._api.events(self._job)]
+        told = self._api.events(self._job)
         return f"its pods have not been created{f': {told[-1]}' if told else ''}"
 
 

@@ -104,12 +104,12 @@ def controller_job(number: str, pod: Object, returns: bool) -> Object:
     return _job(name_of(number), number, "controller", spec)
 
 
-def tasks_job(number: str, pod: Object, workers: tuple[int, int], queue: str) -> Object:
+def tasks_job(number: str, pod: Object, size: tuple[int, int], queue: str) -> Object:
     """The indexed Job of the tasks; the controller adds its name and its owner.
 
     A failed pod is not replaced, since all tasks restart together.
     """
-    least, most = workers
+    least, most = size
     spec = {
         "completionMode": "Indexed",
         "completions": most,
@@ -221,12 +221,12 @@ def disrupted(pod: Object) -> str:
     return ""
 
 
-def blocked(pod: Object, events: Sequence[Object] = ()) -> tuple[str, bool]:
+def blocked(pod: Object, events: Sequence[str] = ()) -> tuple[str, bool]:
     """The reason why a pod does not run yet, as a clause, and whether it is an error.
 
     Args:
         pod: the pod.
-        events: events of the pod, which have the text of a failed pull.
+        events: messages of the pod's events, such as the text of a failed pull.
     """
     if _phase(pod) != "Pending":
         return "", False
@@ -238,8 +238,7 @@ def blocked(pod: Object, events: Sequence[Object] = ()) -> tuple[str, bool]:
     for container in (c for kind in kinds for c in status.get(kind) or ()):
         waiting = (container.get("state") or {}).get("waiting") or {}
         if waiting.get("reason", "") not in _STARTING:
-            told = [e["message"] for e in events if e.get("reason") == "Failed" and "message" in e]
-            pulls = [text for text in told if "pull image" in text]
+            pulls = [text for text in events if "pull image" in text]
             why = (pulls or [waiting.get("message") or ""])[-1]
             return _clause(f"a pod cannot start ({waiting['reason']})", why), True
     return "a pod is starting", False

@@ -27,7 +27,7 @@ from tfmw.launcher.engines import folder, folder_server, own_files
 from tfmw.launcher.engines import kubernetes_objects as objects
 from tfmw.launcher.engines.agent import CONTACT, PAYLOAD, run_task
 from tfmw.launcher.engines.controller import INTERRUPTED, Controller
-from tfmw.launcher.engines.engine import Contact, JobSpec
+from tfmw.launcher.engines.engine import Contact, JobSpec, Layout, Tasks
 from tfmw.launcher.engines.job import ENDED, STATUS
 from tfmw.launcher.engines.kubernetes_api import Api, Pods, Unreachable
 from tfmw.launcher.engines.kubernetes_objects import ADDRESS, CONTROLLER, INDEX, POD, TOKEN
@@ -50,7 +50,7 @@ def port_of(number: str) -> int:
     return 20_000 + int(number, 16) % 10_000
 
 
-class KubernetesTasks(folder.FolderTasks):
+class KubernetesTasks(Tasks):
     """Pods of an indexed Job, a new one for each attempt.
 
     Their number is the largest one of the job. An attempt starts with those that run, once it has
@@ -60,8 +60,7 @@ class KubernetesTasks(folder.FolderTasks):
     tells_s = 5.0
 
     def __init__(self, where: Path, number: str, returns: bool) -> None:
-        super().__init__(where)
-        self.requeues = returns
+        self.folder, self.requeues = where, returns
         self._api, self._number = Api.connected(patience_s=0), number
         self._template = json.loads((where / TASKS).read_text())
         self._pods: Pods | None = None  # pods of the attempt's Job
@@ -100,10 +99,11 @@ class KubernetesTasks(folder.FolderTasks):
             self._look()
         return len(self._pods.running) if self._pods else 0
 
-    def start(self, count: int, contact: Contact) -> None:
+    def start(self, layout: Layout, contact: Contact) -> None:
         assert self._pods is not None
         self._pods.started = True
-        chosen = sorted(self._pods.found, key=lambda index: index not in self._running)[:count]
+        chosen = sorted(self._pods.found, key=lambda index: index not in self._running)
+        chosen = chosen[: len(layout)]
         self._ranks = {index: rank for rank, index in enumerate(sorted(chosen))}
         for index, rank in self._ranks.items():
             content = {"rank": rank, "contact": dataclasses.asdict(contact)}
@@ -130,7 +130,7 @@ class KubernetesTasks(folder.FolderTasks):
         return self.folder / f"{index}.{CONTACT}"
 
     def _create(self) -> bool:
-        owner = self._api.job(objects.name_of(self._number))
+        owner = self._api.get("Jobs", objects.name_of(self._number))
         if owner is None:
             raise UsageError(f"the Job {objects.name_of(self._number)} was deleted")
         here = {"name": CONTROLLER, "value": os.environ[ADDRESS]}
@@ -139,7 +139,7 @@ class KubernetesTasks(folder.FolderTasks):
             "metadata": {"name": self._name, "ownerReferences": [objects.owner(owner)]},
             "spec": {"template": {"spec": {"containers": [container]}}},
         }
-        self._api.create_job(objects.merged(self._template, own))
+        self._api.create("Jobs", objects.merged(self._template, own))
         return True
 
     def _look(self) -> bool:
@@ -155,10 +155,10 @@ class KubernetesTasks(folder.FolderTasks):
         which, deadline = objects.selector(self._number, "task"), time.monotonic() + _END_S
         while time.monotonic() < deadline:
             with contextlib.suppress(Unreachable):
-                for job in self._api.jobs(which):
-                    self._api.delete_job(job["metadata"]["name"])
+                for job in self._api.listed("Jobs", which):
+                    self._api.delete("Jobs", job["metadata"]["name"])
                 # The tasks in pods of a node that does not reply end by themselves.
-                if all(map(objects.ended, self._api.pods(which))):
+                if all(map(objects.ended, self._api.listed("pods", which))):
                     return
             time.sleep(_RETRY_S)
 
@@ -180,7 +180,8 @@ def _control(number: str, directory: str = "") -> int:
         stack.callback(server.close)
         if not _waited(stop, _BEGIN_S, (where / folder.SPEC).exists):
             return PREEMPTED  # nobody has sent the call
-        if not _is_over(where):  # a pod that only served the results may have been lost
+        status = json.loads(own_files.read(where, STATUS) or '{"state": ""}')
+        if status["state"] not in ENDED:  # a pod that only served the results may have been lost
             spec: JobSpec = pickle.loads(own_files.read(where, folder.SPEC))
             tasks = KubernetesTasks(where, number, bool(directory))
             if Controller(spec, tasks, where, stop).run() in ("queued", INTERRUPTED):
@@ -195,13 +196,6 @@ def _waited(stop: Signals, limit_s: float, until: Callable[[], bool]) -> bool:
     while not (found := until()) and not stop.received and time.monotonic() < deadline:
         time.sleep(_RETRY_S)
     return found
-
-
-def _is_over(where: Path) -> bool:
-    try:
-        return json.loads(own_files.read(where, STATUS))["state"] in ENDED
-    except FileNotFoundError:
-        return False
 
 
 def _run_task(number: str) -> int:

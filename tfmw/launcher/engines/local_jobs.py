@@ -15,11 +15,10 @@ import threading
 from pathlib import Path
 
 from tfmw.launcher.call import Payload
-from tfmw.launcher.engines.engine import Contact, JobHandle, JobSpec
+from tfmw.launcher.engines.engine import Contact, JobHandle, JobSpec, Layout, Tasks
 from tfmw.launcher.engines.folder import (
     FolderEngine,
     FolderHandle,
-    FolderTasks,
     control,
     submitting,
     write_contact,
@@ -78,21 +77,24 @@ class Local(FolderEngine):
 
 
 @dataclasses.dataclass
-class LocalTasks(FolderTasks):
+class LocalTasks(Tasks):
     """Children of the controller."""
 
+    folder: Path
     _agents: dict[int, subprocess.Popen[bytes]] = dataclasses.field(default_factory=dict)
 
     def hosts(self) -> tuple[str, ...]:
         return ("127.0.0.1",)
 
-    def start(self, count: int, contact: Contact) -> None:
+    def start(self, layout: Layout, contact: Contact) -> None:
         write_contact(self.folder, contact)
-        for rank in range(count):
+        training = [rank for rank, (kind, _) in enumerate(layout) if kind == "worker"]
+        for rank in range(len(layout)):
+            share = training.index(rank) if rank in training else None
             with open(self._log(rank), "wb") as log:
                 module = "tfmw.launcher.engines.agent"
                 command = [sys.executable, "-m", module, str(self.folder), str(rank)]
-                env = os.environ | visible_devices(rank, count, os.environ)
+                env = os.environ | visible_devices(share, len(training), os.environ)
                 self._agents[rank] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
 
     def lost(self) -> dict[int, str]:

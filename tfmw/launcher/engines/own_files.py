@@ -23,11 +23,16 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def read(folder: Path, name: str, offset: int = 0, size: int = -1) -> bytes:
-    """A file of a folder, from `offset` on; `size` bytes at most, unless it is negative.
+    """A file of a folder, from `offset` on; b"" if there is none.
+
+    Args:
+        folder: the folder.
+        name: name of the file in it.
+        offset: position of the first byte.
+        size: number of bytes at most; negative: up to the end.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        UsageError: another user may have written it.
+        UsageError: another user may have written it, or it cannot be opened.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -39,7 +44,7 @@ def read(folder: Path, name: str, offset: int = 0, size: int = -1) -> bytes:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             file = stack.enter_context(open(os.open(name, flags, dir_fd=directory), "rb"))
         except FileNotFoundError:
-            raise
+            return b""
         except OSError as error:  # for example ELOOP for a link
             raise _refused(folder / name, f"cannot be opened ({error.strerror})") from error
         found = os.fstat(file.fileno())

@@ -1,9 +1,8 @@
 """Jobs on a Ray cluster: `tfmw.fit(..., workers=8, on="ray")`.
 
 The controller is a detached actor on the caller's node, so a job outlives the caller. Each task is
-an actor in the job's placement group. The call, and the newest backup of a job without
-`backup_dir`, are in the object store: a node gets each once, for any number of tasks. They belong
-to the controller's actor, and are released with it.
+an actor in the job's placement group. The call is in the object store: a node gets it once, for any
+number of tasks. It belongs to the controller's actor, and is released with it.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ import numpy as np
 
 from tfmw.errors import TfmwError, UsageError
 from tfmw.launcher.call import Payload
+from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.agent import run_task
 from tfmw.launcher.engines.controller import CANCEL, Controller
-from tfmw.launcher.engines.engine import Contact, Engine, JobHandle, JobSpec, Tasks, library
+from tfmw.launcher.engines.engine import Contact, Engine, JobHandle, JobSpec, Layout, Tasks, library
 from tfmw.launcher.engines.job import STATUS
 
 NAMESPACE = "tfmw"
@@ -46,6 +46,7 @@ _REPLY_S = 10.0  # time for a controller to reply
 _UNAVAILABLE_S = 100.0  # time that a controller may be unreachable before the caller gets an error
 _HEAD_S = 20.0  # the same for Ray's head; after 60 s Ray ends the process
 _RETRY_S = 0.2
+_LOOK_EVERY_S = 2.0  # interval between two questions for nodes that are drained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +107,7 @@ class Ray(Engine):
         try:
             return self._handle(ray, ray.get_actor(number, namespace=NAMESPACE))
         except ValueError as error:
-            known = ", ".join(f"ray:{n}" for n in self.numbers()) or "none"
-            raise UsageError(
-                f"there is no job ray:{number} on this Ray cluster; jobs there: {known}."
-            ) from error
+            raise self.unknown_job(number, "on this Ray cluster") from error
 
     def numbers(self) -> list[str]:
         found = self._connect(start=False).util.list_named_actors(all_namespaces=True)
@@ -138,6 +136,8 @@ class Ray(Engine):
             address = self.address or (None if start else "auto")
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+            except getattr(ray.exceptions, "AuthenticationError", ()) as error:
+                raise UsageError(f"the Ray cluster refuses this process: {error}") from error
             except ConnectionError as error:
                 raise UsageError(
                     f"no Ray cluster was reached ({str(error).splitlines()[0]}): start one, or "
@@ -276,12 +276,7 @@ class _ControllerActor:
         os._exit(0)
 
     def read(self, name: str, offset: int) -> bytes:
-        try:
-            with open(self._folder / name, "rb") as file:
-                file.seek(offset)
-                return file.read(_READ)
-        except FileNotFoundError:
-            return b""
+        return own_files.read(self._folder, name, offset, _READ)
 
     def cancel(self) -> None:
         (self._folder / CANCEL).touch()
@@ -317,10 +312,9 @@ class RayTasks(Tasks):
         self._ray = library("ray")
         self._group: Any = None
         self._wanted = 0
-        self._since = 0.0
+        self._since = self._look_at = 0.0
         self._actors: list[Any] = []
         self._runs: list[Any] = []
-        self._kept: Any = None
 
     def hosts(self) -> tuple[str, ...]:
         return (self._ray.util.get_node_ip_address(),)
@@ -339,14 +333,16 @@ class RayTasks(Tasks):
     def room(self, most: int) -> int:
         """Counts the tasks for which all live nodes have resources, used or not."""
         need = {name: value for name, value in self.engine.needs().items() if value}
-        alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        draining = self._draining()
+        nodes = [node for node in self._ray.nodes() if node["NodeID"] not in draining]
+        alive = [node["Resources"] for node in nodes if node["Alive"]]
         fits = (min(int(node.get(name, 0) // n) for name, n in need.items()) for node in alive)
         return min(most, sum(fits)) if need else most
 
-    def start(self, count: int, contact: Contact) -> None:
+    def start(self, layout: Layout, contact: Contact) -> None:
         ray, need = self._ray, self.engine.needs()
         actor: Any = ray.remote(_TaskActor)
-        for rank in range(count):
+        for rank in range(len(layout)):
             options = {
                 "num_cpus": need.get("CPU", 0),
                 "num_gpus": need.get("GPU", 0),
@@ -375,18 +371,33 @@ class RayTasks(Tasks):
             found[self._runs.index(run)] = why
         return found
 
+    def notices(self) -> dict[int, str]:
+        if self._group is None or time.monotonic() < self._look_at:
+            return {}
+        self._look_at, ends = time.monotonic() + _LOOK_EVERY_S, self._draining()
+        if not ends:
+            return {}
+        table = self._ray.util.placement_group_table(self._group)
+        return {
+            rank: "its node is drained" + (f" within {s:.0f} s" if (s := ends[node]) else "")
+            for rank, node in table["bundles_to_node_id"].items()
+            if node in ends
+        }
+
+    def _draining(self) -> dict[str, float]:
+        """Nodes that are drained: {id: seconds that are left; 0: unknown}."""
+        try:
+            found = self._ray._private.state.state.get_draining_nodes()
+        except AttributeError:  # another version of Ray may have another name
+            return {}
+        return {node: max(0.0, at / 1000 - time.time()) for node, at in found.items()}
+
     def end(self) -> None:
         self._ray.wait(self._runs, num_returns=max(1, len(self._runs)), timeout=2)
         for actor in self._actors:
             self._ray.kill(actor)
         self._actors, self._runs = [], []
         self._remove_group()  # the next attempt may get other nodes
-
-    def keep(self, backup: bytes) -> None:
-        self._kept = self._ray.put(np.frombuffer(backup, np.uint8))
-
-    def kept(self) -> bytes:
-        return b"" if self._kept is None else self._ray.get(self._kept).tobytes()
 
     def close(self) -> None:
         self._remove_group()

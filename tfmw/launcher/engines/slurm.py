@@ -23,11 +23,10 @@ from pathlib import Path
 from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher.call import Payload
 from tfmw.launcher.engines import agent
-from tfmw.launcher.engines.engine import Contact, JobHandle, JobSpec
+from tfmw.launcher.engines.engine import Contact, JobHandle, JobSpec, Layout, Tasks
 from tfmw.launcher.engines.folder import (
     FolderEngine,
     FolderHandle,
-    FolderTasks,
     control,
     submitting,
     write_contact,
@@ -112,6 +111,10 @@ class Slurm(FolderEngine):
 
     name = "slurm"
 
+    @property
+    def leave_s(self) -> float:
+        return self.notice_s
+
     def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
         folder = write_job(self.root, spec, payload)
         script = SCRIPT.format(
@@ -125,7 +128,7 @@ class Slurm(FolderEngine):
             number = _command(
                 "sbatch",
                 "--parsable",
-                *self._options(spec.workers),
+                *self._options(spec.tasks),
                 f"--output={folder / 'controller.log'}",
                 str(folder / "job.sbatch"),
                 env={"TFMW_JOB_FOLDER": str(folder)},
@@ -153,12 +156,12 @@ class Slurm(FolderEngine):
     def where(self, number: str) -> str:
         return f"Slurm job {number}, its files in {self.root / number}"
 
-    def _options(self, workers: tuple[int, int]) -> list[str]:
-        least, most = workers
+    def _options(self, tasks: tuple[int, int]) -> list[str]:
+        least, most = tasks
         if least != most and self.nodes is not None:
             raise UsageError(
-                f"received nodes={self.nodes} and workers={workers}: with a range each node has "
-                "one task; drop nodes=, or give one number of workers."
+                f"received nodes={self.nodes} and a range of {least} to {most} tasks: with a range "
+                "each node has one task; drop nodes=, or give one number of workers."
             )
         if least != most:
             # One task on each node. If the number of tasks, or of tasks per node, is given, Slurm
@@ -224,9 +227,10 @@ def _command(*command: str, env: Mapping[str, str] | None = None) -> str:
 
 
 @dataclasses.dataclass
-class SlurmTasks(FolderTasks):
+class SlurmTasks(Tasks):
     """Tasks that one `srun` starts for each attempt, within the job of the controller."""
 
+    folder: Path
     requeues = True
 
     def __post_init__(self) -> None:
@@ -283,9 +287,9 @@ class SlurmTasks(FolderTasks):
             had.write_text(str(self._count))
         return min(most, self._count + idle)
 
-    def start(self, count: int, contact: Contact) -> None:
+    def start(self, layout: Layout, contact: Contact) -> None:
         write_contact(self.folder, contact)
-        self._count = count
+        self._count = count = len(layout)
         log = self.folder / "task_%t.log"
         with open(self.folder / "srun.log", "ab") as errors:
             self._srun = subprocess.Popen(

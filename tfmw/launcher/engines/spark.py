@@ -24,7 +24,7 @@ from tfmw.launcher import call
 from tfmw.launcher.call import Payload
 from tfmw.launcher.engines.agent import run_task
 from tfmw.launcher.engines.controller import Controller
-from tfmw.launcher.engines.engine import Contact, Engine, JobHandle, JobSpec, Tasks, library
+from tfmw.launcher.engines.engine import Contact, Engine, JobHandle, JobSpec, Layout, Tasks, library
 from tfmw.launcher.engines.folder import FolderHandle
 
 _END_S = 20.0  # time for a stage to end by itself
@@ -97,13 +97,13 @@ class SparkTasks(Tasks):
     def hosts(self) -> tuple[str, ...]:
         return (self.context.getConf().get("spark.driver.host"),)
 
-    def start(self, count: int, contact: Contact) -> None:
-        self._count, self._why = count, "its barrier stage has ended"
-        self._stage = threading.Thread(target=self._run, args=(count, contact), daemon=True)
+    def start(self, layout: Layout, contact: Contact) -> None:
+        self._count, self._why = len(layout), "its barrier stage has ended"
+        self._stage = threading.Thread(target=self._run, args=(contact,), daemon=True)
         self._stage.start()
 
-    def _run(self, count: int, contact: Contact) -> None:
-        context = self.context
+    def _run(self, contact: Contact) -> None:
+        context, count = self.context, self._count
         context.setJobGroup(self.group, f"tfmw, attempt {contact.attempt}", interruptOnCancel=True)
         rows = context.parallelize(range(count), count).barrier()
         try:

@@ -12,7 +12,7 @@ import importlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TextIO
@@ -37,7 +37,7 @@ _ENGINES = {
     "spark": "spark",
 }
 
-ENTRY_POINTS = ".".join(("tfmw", "engines"))  # no import: the module of this name is a floor above
+ENTRY_POINTS = "tfmw.engines"
 """Group of the entry points by which other packages add engines: name -> class."""
 
 # Settings of TensorFlow and of its libraries, which tasks on other machines need too.
@@ -125,11 +125,6 @@ def launch(
     engine = engine_of(on)
     out = sys.stdout if stdout is None else stdout
     if engine.name == "local":
-        if isinstance(workers, tuple):
-            raise UsageError(
-                f"received workers={workers!r}: this machine takes one number; a range goes with "
-                "on=."
-            )
         return local_launcher.launch(
             fn,
             args,
@@ -143,10 +138,7 @@ def launch(
             isolate=isolate,
         )
     live = is_watched(out) if live is None else live
-    payload = call.pack(fn, args)
-    with held(start(engine, payload, workers, max_restarts, env, live=live)) as job:
-        job.logs(follow=True, out=out)
-        return job.result()
+    return finish(start(engine, call.pack(fn, args), workers, max_restarts, env, live=live), out)
 
 
 def submit(
@@ -157,8 +149,10 @@ def submit(
     on: str | Engine = "local",
     env: Mapping[str, str] | None = None,
     max_restarts: int = 0,
+    ps: int = 0,
+    evaluator: bool = False,
 ) -> Job:
-    """Starts `fn(*args)`, or a script, in each worker of a new cluster, and returns at once.
+    """Starts `fn(*args)`, or a script, in each task of a new cluster, and returns at once.
 
     The job continues when this process ends (on Spark it ends with it); `attach` finds it again.
 
@@ -167,8 +161,12 @@ def submit(
         args: the function's arguments, or the script's flags.
         workers: number of processes, or (least, most).
         on: the system that runs them, as in `launch`.
-        env: environment variables added for the workers.
-        max_restarts: number of times that all workers are restarted after a failure.
+        env: environment variables added for the tasks.
+        max_restarts: number of times that tasks are restarted after a failure: all of them, or one
+            alone if it is an evaluator, or a worker of parameter servers.
+        ps: number of parameter servers. With any, one more task, the chief, coordinates, and
+            `Job.result` has its result alone.
+        evaluator: whether to start an evaluator beside them; its result comes last.
 
     Returns:
         The job: `Job.id`, `Job.status`, `Job.logs`, `Job.result`, `Job.cancel`.
@@ -177,8 +175,9 @@ def submit(
         UsageError: wrong arguments, or the engine refuses the job.
     """
     engine = engine_of(on)
+    roles: dict[str, Any] = {"ps": ps, "evaluator": evaluator}
     if callable(fn):
-        return start(engine, call.pack(fn, args), workers, max_restarts, env)
+        return start(engine, call.pack(fn, args), workers, max_restarts, env, **roles)
     local_launcher.check_program([os.fspath(fn)], module=False)
     path = Path(fn).absolute()
     return start(
@@ -189,6 +188,7 @@ def submit(
         env,
         command=("script", str(path), *map(str, args)),
         script=path.read_bytes() if path.is_file() else b"",
+        **roles,
     )
 
 
@@ -240,17 +240,19 @@ def start(
     command: tuple[str, ...] = ("call",),
     live: bool = False,
     script: bytes = b"",
-    directories: Mapping[str, str] | None = None,
+    ps: int = 0,
+    evaluator: bool = False,
 ) -> Job:
     """Submits a job, with the settings of this process.
 
     Args:
         engine: the engine that runs it.
         payload: the packed call; empty for a script.
-        workers, max_restarts, env: arguments of `submit`.
-        command, live, script, directories: fields of `Setup` and `JobSpec`.
+        workers, max_restarts, env, ps, evaluator: arguments of `submit`.
+        command, live, script: fields of `Setup`.
     """
-    options = RunOptions(max_restarts=max_restarts)
+    grace_s = engine.leave_s if max_restarts else None
+    options = RunOptions(max_restarts=max_restarts, preempt_grace_s=grace_s)
     least, most = task_range(workers)
     options.check(most)
     if os.environ.get("TF_CONFIG", "").strip():
@@ -269,14 +271,14 @@ def start(
             RUN_ID: os.environ.get(RUN_ID) or secrets.token_hex(8),
             **travels,
             **(env or {}),
-            **({"TFMW_TTY": "1"} if live else {}),
+            **({"TFMW_EVALUATOR": "1"} if evaluator else {}),
         },
         folder=os.getcwd(),
         live=live,
         columns=terminal_size().columns,
         body=script,
     )
-    spec = JobSpec(setup, (least, most), directories=directories or {})
+    spec = JobSpec(setup, (least, most), ps, evaluator)
     number, handle = engine.submit(spec, payload)
     try:
         return Job(engine.name, number, handle, engine.where(number))
@@ -286,12 +288,24 @@ def start(
         raise
 
 
-@contextlib.contextmanager
-def held(job: Job) -> Iterator[Job]:
-    """A job for the duration of a `with`: it is then cancelled, and nothing of it remains."""
+def finish(
+    job: Job, out: TextIO | None = None, stopped: Callable[[Job], None] = lambda job: None
+) -> list[Any]:
+    """Prints a job's output, and returns its result; nothing of the job remains.
+
+    Args:
+        job: the job.
+        out: the stream to print to; by default `sys.stdout`.
+        stopped: called with the cancelled job after Ctrl-C.
+    """
     try:
         print(f"tfmw: {job.where}", file=sys.stderr, flush=True)
-        yield job
+        job.logs(follow=True, out=out)
+        return job.result()
+    except KeyboardInterrupt:
+        job.cancel()
+        stopped(job)
+        raise
     finally:
         job.cancel()
         job.forget()

@@ -123,7 +123,7 @@ class RestartReply:
 
 @dataclasses.dataclass(frozen=True)
 class Leaving:
-    """Notice that this host's supervisor got a signal: save the state, and continue without it."""
+    """Notice that this machine got a signal: save the state, and continue without it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,24 +150,6 @@ class AgentHello:
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
-    """Request to check whether directories are shared."""
-
-    directories: dict[str, str]  # option -> directory
-    # The chief's marker files in them, by option; empty for the chief, which creates them.
-    names: dict[str, str | None]
-    chief: str  # name of the chief
-
-
-@dataclasses.dataclass(frozen=True)
-class Looked:
-    """The names of the marker files by option, and problems of the directories."""
-
-    names: dict[str, str | None]
-    problems: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Setup:
     """The setup of a job's task."""
 
@@ -175,6 +157,7 @@ class Setup:
     command: tuple[str, ...]
     options: RunOptions  # restarts and time limits
     env: dict[str, str] = dataclasses.field(default_factory=dict)  # variables added for the tasks
+    task: tuple[str, int] = ("worker", 0)  # kind and index of the receiver's task
     own_env: dict[str, str] = dataclasses.field(default_factory=dict)  # variables of this task only
     folder: str = ""  # the caller's working directory, in which tasks start if it exists
     live: bool = False  # whether the first task's output is for a terminal or a notebook
@@ -215,8 +198,10 @@ class StepReached:
 
 FromMember = Join | Ready | Ended | RestartRequest | Leaving
 FromLeader = Start | RestartReply | End | Leave | Over | Refused
-FromAgent = AgentHello | Looked | Output | Line | StepReached | BackupFiles | Ended
-FromController = Look | Setup | BackupFiles | Start | End | Leave | Refused
+FromAgent = (
+    AgentHello | Output | Line | StepReached | BackupFiles | RestartRequest | Leaving | Ended
+)
+FromController = Setup | BackupFiles | Start | RestartReply | End | Leave | Refused
 Message = HostHello | FromMember | FromLeader | FromAgent | FromController
 
 _BY_NAME: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}

@@ -47,8 +47,8 @@ class RemoteAttempt:
         self.step = -1  # the largest known training step; negative: none
         self.end_at = math.inf  # time at which the leader must end the tasks that still run
         self._divisions: dict[int, Division] = {}  # machine -> division of the run's time
+        self.has_succeeded = False  # whether the chief is done; later failures do not count
         self._failures: list[Failure] = []
-        self._succeeded = False
 
     def reached(self, machine: int, step: int, division: Division | None) -> None:
         """Records that a machine's tasks have made a step."""
@@ -92,12 +92,12 @@ class RemoteAttempt:
 
     def succeeded(self, now: float, farewell_s: float) -> None:
         """Records that the chief is done; other tasks have some seconds to end by themselves."""
-        self._succeeded = True
+        self.has_succeeded = True
         self.end_by(now + farewell_s)
 
     def fail(self, failure: Failure, now: float) -> None:
         """Records a failure; one for each task."""
-        if self._succeeded or failure.task in {known.task for known in self._failures}:
+        if self.has_succeeded or failure.task in {known.task for known in self._failures}:
             return
         self._failures.append(failure)
         only_lost = all(known.secondary for known in self._failures)
