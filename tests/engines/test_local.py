@@ -271,16 +271,49 @@ def test_result_is_copied_into_the_callers_model(monkeypatch):
     assert int(model.optimizer.iterations) == 3 * 6
 
 
+@pytest.fixture(scope="module")
+def stay():
+    """Two workers for several calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ONE_THREAD.items():
+            patch.setenv(name, value)
+        with tfmw.Workers(2) as workers:
+            yield workers
+
+
 @pytest.mark.process
-def test_workers_run_the_fit_of_the_models_class(monkeypatch, recwarn):
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras's scheduler of rates
+def test_a_cache_above_a_shuffle_then_a_loss_that_is_no_number(stay):
+    """The third epoch's learning rate makes weights that are no numbers, too."""
+
+    def trained(fit, **options):
+        keras.utils.set_random_seed(1)
+        order = tf.data.Dataset.from_tensor_slices((X, X.sum(axis=1))).shuffle(203, seed=4)
+        train, held_out = order.take(120).cache().batch(40), order.skip(120).cache().batch(40)
+        model = keras.Sequential([keras.Input([12]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+        rate = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch < 2 else 1e30)
+        named = {"validation_data": held_out, "epochs": 3, "verbose": 0, "callbacks": [rate]}
+        return fit(model, train, shuffle=False, **named, **options), model
+
+    expected, twin = trained(keras.Model.fit)
+    history, model = trained(tfmw.fit, workers=stay)
+    assert history.history.keys() == expected.history.keys()
+    assert np.isnan(expected.history["loss"]).tolist() == [False, False, True]
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(history.history[name], values, rtol=1e-4, err_msg=name)
+    assert np.isnan(model.get_weights()[0]).all()
+    assert np.isnan(twin.get_weights()[0]).all()
+
+
+@pytest.mark.process
+def test_workers_run_the_fit_of_the_models_class(stay, recwarn):
     """The caller's model has no optimizer yet: its variables are those of the prepared data."""
-    for name, value in ONE_THREAD.items():
-        monkeypatch.setenv(name, value)
     model, twin = prepared(), prepared()
     few = prepared_model.X[:5], prepared_model.Y[:5]
     expected = twin.fit(prepared_model.X, prepared_model.Y, validation_data=few, verbose=0)
     history = tfmw.fit(
-        model, prepared_model.X, prepared_model.Y, validation_data=few, verbose=0, workers=2
+        model, prepared_model.X, prepared_model.Y, validation_data=few, verbose=0, workers=stay
     )
     assert history.epoch == [0, 1], "the class's own number of epochs"
     assert history.history.keys() == expected.history.keys()

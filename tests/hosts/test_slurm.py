@@ -57,7 +57,7 @@ def test_a_supervisor_comes_back_on_a_drained_node_and_a_node_that_is_down_is_le
 ):
     log, go = Log(tmp_path / "log"), tmp_path / "go"
     program = [str(PROGRAMS / "hosts_fit.py"), f"--backup_dir={tmp_path}/backup"]
-    program += [f"--log={tmp_path}/log.csv", f"--epochs={EPOCHS}", "--pause=0.3", f"--go={go}"]
+    program += [f"--log={tmp_path}", f"--epochs={EPOCHS}", "--pause=0.3", f"--go={go}"]
     path = f"{Path(sys.executable).parent}:{slurm.env['PATH']}"
     job = slurm.begin(
         *("--nodes=2", "--no-kill", f"--output={tmp_path}/log", SCRIPT, *program),
@@ -84,5 +84,5 @@ def test_a_supervisor_comes_back_on_a_drained_node_and_a_node_that_is_down_is_le
     slurm.run("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
     go.touch()
     assert slurm.wait_for_end(job) == 0, log.text()
-    with open(tmp_path / "log.csv", newline="") as file:
+    with open(tmp_path / "anew.csv", newline="") as file:
         assert [int(row["epoch"]) for row in csv.DictReader(file)] == list(range(EPOCHS))

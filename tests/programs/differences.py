@@ -7,6 +7,7 @@ Keras in one process and by tfmw on two virtual devices.
 from __future__ import annotations
 
 import inspect
+import random
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfmw
+from tfmw.compat import models
 
 WIDTH = 6
 CLASSES = 3
@@ -1123,13 +1125,17 @@ class Lookups(keras.Model):
     def call(self, inputs: Any) -> Any:
         x, ragged, sparse, ids = inputs
         words = tf.ragged.map_flat_values(self.words, ragged)
-        with tf.GradientTape() as tape:
+        with tf.GradientTape(persistent=True) as tape:
             tape.watch(x)
             y = self.inner(x)
         self.add_loss(0.1 * tf.reduce_mean(tape.batch_jacobian(y, x) ** 2))
+        own = tf.einsum("bibj->bij", tape.jacobian(y, x))  # of all pairs of examples
+        self.add_loss(0.1 * tf.reduce_mean(own**2))
         table = self.words.embeddings.value
         found = tf.nn.embedding_lookup_sparse(table, ids, None, combiner="mean")
         words = tf.reduce_mean(words, axis=1) + tf.reduce_sum(words, axis=1)
+        lengths = tf.cast(ragged, tf.float32)
+        words += 0.1 * (tf.reduce_max(lengths, axis=1) - tf.reduce_min(lengths, axis=1))[:, None]
         return self.head(y + self.sparse(sparse) + found + words)
 
 
@@ -1251,3 +1257,98 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+# ------------------------------------------------- variables that Keras does not track
+
+ONES: list[Any] = [np.ones([8, 2], "float32"), np.ones([8, 1], "float32")]
+
+
+class Noise(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return 0 * x + keras.random.uniform([1])
+
+
+def test_draws_without_a_seed_differ_between_replicas_and_steps(two_replicas: Any) -> None:
+    found, python = [], []
+    for predict, options in ((keras.Model.predict, {}), (tfmw.predict, {"strategy": two_replicas})):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input([2]), Noise()])
+        keras.utils.set_random_seed(4)
+        calls = [predict(model, ONES[0], batch_size=4, verbose=0, **options) for _ in range(2)]
+        found.append(np.concatenate(calls)[:, 0].tolist())
+        python.append(random.random())
+    expected, ours = found
+    assert ours[0::4] == expected[0::4], "replica 0 draws as one process does"
+    assert ours[0] == ours[2] != ours[1] == ours[3], "batches of 4, every other one of a replica"
+    assert len(set(ours)) == 8, "2 calls of 2 steps on 2 replicas"
+    assert python[0] == python[1], "Python's generator is as Keras leaves it"
+
+
+class Counting(keras.Model):
+    """Assigns a tf.Variable, deep in an attribute, in each step or by a callback."""
+
+    def __init__(self, in_step: bool):
+        super().__init__()
+        self.dense = dense(1)
+        self.counts = [{"steps": tf.Variable(0.0)}]
+        self.in_step = in_step
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x) + self.counts[0]["steps"]
+
+    def train_step(self, data: Any) -> Any:
+        if self.in_step:
+            self.counts[0]["steps"].assign_add(1.0)
+        return super().train_step(data)
+
+
+def test_variable_that_a_step_assigns_is_refused_by_its_attribute(two_replicas: Any) -> None:
+    model = Counting(in_step=True)
+    model.compile("sgd", "mse")
+    with pytest.raises(tfmw.UsageError, match=r"'counts' of layer.*add_weight"):
+        tfmw.fit(model, ONES[0], ONES[1], verbose=0, strategy=two_replicas)
+
+
+def test_variable_that_a_callback_assigns_counts(two_replicas: Any) -> None:
+    """It may, as there is one process."""
+    model = Counting(in_step=False)
+    model.compile("sgd", "mse")
+    steps = model.counts[0]["steps"]
+    x, y = ONES
+    add = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: steps.assign_add(1.0))
+    tfmw.fit(model, x, y, epochs=2, verbose=0, strategy=two_replicas, callbacks=[add])
+    assert float(steps.numpy()) == 2
+
+
+class OwnOptimizer(keras.Model):
+    """Compiled without an optimizer, as a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = dense(1)
+        self.own = keras.optimizers.Adam()
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        self.own.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return self.compute_metrics(x, y, self(x))
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras's scheduler of rates
+def test_default_optimizer_that_no_step_uses_stays_unbuilt(two_replicas: Any) -> None:
+    gan, (x, y) = OwnOptimizer(), ONES
+    gan.compile(loss="mse", metrics=["mae"])
+    rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
+    options: dict[str, Any] = {"verbose": 0, "strategy": two_replicas}
+    for _ in range(2):
+        tfmw.fit(gan, x, y, epochs=2, callbacks=[rates], **options)
+    tfmw.evaluate(gan, x, y, **options)
+    assert int(gan.own.iterations.numpy()) == 4
+    assert len(gan.optimizer.variables) == 2, "as in Keras: iterations and learning rate"
+    assert not models.needs_build(gan), "no call traces the step again to build it"

@@ -74,7 +74,7 @@ def tracked(store: str | None) -> Iterator[list[Any]]:
 def main() -> None:
     flags = argparse.ArgumentParser()
     flags.add_argument("--backup_dir")
-    flags.add_argument("--log", help="CSVLogger's file")
+    flags.add_argument("--log", help="folder of files by CSVLogger")
     flags.add_argument("--board", help="TensorBoard's folder")
     flags.add_argument("--mlflow", help="MLflow's store in SQLite")
     flags.add_argument("--export_dir")
@@ -90,7 +90,10 @@ def main() -> None:
     model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
     model.compile(keras.optimizers.Adam(0.02), loss, metrics=[ids, squares])
     report = Report(options.pause, options.go)
-    callbacks = [report, *([keras.callbacks.CSVLogger(options.log)] if options.log else [])]
+    callbacks: list[Any] = [report]
+    for name in ("anew", "append") if options.log else ():
+        logger = keras.callbacks.CSVLogger(f"{options.log}/{name}.csv", append=name == "append")
+        callbacks.append(logger)
     if options.board:
         callbacks.append(keras.callbacks.TensorBoard(options.board, write_graph=False))
     with tracked(options.mlflow) as loggers:
@@ -104,7 +107,7 @@ def main() -> None:
             callbacks=[*callbacks, *loggers],
             backup_dir=options.backup_dir,
             export_dir=options.export_dir,
-            backup_every=4,
+            backup_every=6,  # so that steps are made again across the end of an epoch of 8
             seed=11,
         )
     _result.write(
