@@ -29,18 +29,19 @@ def pytest_report_header() -> str | None:
 # left for the end, when the other cores have nothing to do.
 LONG = (
     "matrix/test_matrix.py",
+    "training/test_as_keras.py",
     "checkpoint/test_resume.py",
+    "recipes/test_recipes.py",
+    "mirrored/test_differences.py",
+    "mirrored/test_ring.py",
+    "hosts/test_hosts.py",
+    "parameter_server/test_training.py",
+    "launcher/test_restart.py",
     "checkpoint/test_restart_fit.py",
     "local_sgd/test_training.py",
-    "mirrored/test_ring.py",
-    "parameter_server/test_training.py",
     "parameter_server/test_hash_tables.py",
-    "recipes/test_recipes.py",
-    "launcher/test_restart.py",
-    "engines/test_slurm.py",
-    "hosts/test_hosts.py",
-    "mirrored/test_differences.py",
-    "training/test_as_keras.py",
+    "engines/test_kernel.py",
+    "checkpoint/test_store.py",
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
+from tests.helpers.cluster import run_command
 from tfmw.cluster.joining import require_collectives
 from tfmw.compat import model_methods, models
 from tfmw.errors import UsageError
@@ -118,11 +119,9 @@ import tfmw
 tfmw.init({"cluster": {"worker": ["127.0.0.1:40001", "127.0.0.1:40002"]},
            "task": {"type": "worker", "index": 0}})
 """
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert run.returncode == 1
-    last = run.stderr.strip().splitlines()[-1]
+    status, output = run_command("python", "-c", script)
+    assert status == 1
+    last = output.strip().splitlines()[-1]
     assert "tfmw.init() came after TensorFlow had run its first op" in last
     assert "call it first in the script" in last
 

@@ -20,7 +20,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tests.helpers.cluster import ROOT, examples_per_step, tfmw_command
+from tests.helpers.cluster import ROOT, assert_examples_per_step, tfmw_command
 from tfmw.launcher.failure import tail
 from tfmw.launcher.output import Display, without_notices
 from tfmw.train import fit_context
@@ -334,8 +334,11 @@ def test_run_prints_task_output_and_logs_everything(tmp_path):
     assert run.returncode == 0, output
     said = [line for line in output.splitlines() if not line.startswith("tfmw: ")]
     kinds = [re.sub(r"[\d.]+", "0", line)[:24] for line in said]
-    assert kinds == ["[worker 0] train | epoch"] * 2 + ["[worker 0] validation ac"], output
-    assert examples_per_step(output) == pytest.approx(1438 / 23, rel=0.02), "of both workers"
+    # A slow machine shows more lines within an epoch.
+    assert set(kinds[:-1]) == {"[worker 0] train | epoch"}, output
+    assert kinds[-1] == "[worker 0] validation ac", output
+    assert len(re.findall(r"step +23/23 \|", output)) == 2
+    assert_examples_per_step(output, 1438 / 23)  # of both workers
     for task in (0, 1):
         (log,) = tmp_path.glob(f"*/attempt_0/worker_{task}/output.log")
         text = log.read_text()

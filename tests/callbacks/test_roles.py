@@ -113,6 +113,7 @@ def test_checkpoint_has_the_weights_of_all_workers(writers: ClusterRun) -> None:
     assert writers[0]["loaded"] == writers[0]["fit"]["sha"] == writers[1]["fit"]["sha"]
 
 
+@pytest.mark.nightly
 def test_an_error_in_one_tasks_callback_ends_the_run(tmp_path) -> None:
     run = run_cluster("callbacks.py", "breaks", str(tmp_path), status=1)
     assert run.by_task == {}

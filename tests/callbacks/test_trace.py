@@ -11,7 +11,7 @@ import pytest
 
 import tfmw
 from tests.helpers import perfetto
-from tests.helpers.cluster import PROGRAMS, tfmw_command
+from tests.helpers.cluster import PROGRAMS, run_command
 from tfmw.errors import UsageError
 from tfmw.observe import tracing
 
@@ -28,9 +28,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
     (folder / "results").mkdir()
     command = ["run", "--workers", "2", "--max-restarts", "1", str(PROGRAMS / "traced.py")]
-    with tfmw_command(*command, str(folder), env={"TFMW_RESULT": str(folder / "results")}) as run:
-        output, _ = run.communicate(timeout=200)
-    assert run.returncode == 0, output
+    status, output = run_command(
+        "tfmw", *command, folder, env={"TFMW_RESULT": str(folder / "results")}
+    )
+    assert status == 0, output
     return folder
 
 

@@ -6,14 +6,12 @@ import contextlib
 import logging
 import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from tests.helpers.buckets import CREDENTIALS, NIGHTLY, opened
-from tests.helpers.cluster import ROOT
+from tests.helpers.cluster import run_command
 from tfmw.errors import TfmwError, UsageError
 from tfmw.storage import bucket as bucket_module
 from tfmw.storage import leased_object
@@ -243,8 +241,8 @@ model.compile("sgd", "mse")
 backup = tfmw.callbacks.BackupAndRestore({url!r}, delete_checkpoint={delete})
 tfmw.fit(model, np.ones((4, 1)), np.ones((4, 1)), epochs=3, callbacks=[backup])
 """
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", program], env=environ, check=True)
+    status, output = run_command("python", "-c", program)
+    assert status == 0, output
     assert len(data_of(url)) == (0 if delete else 2)
 
 

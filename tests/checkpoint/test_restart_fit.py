@@ -131,6 +131,7 @@ def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tm
     assert_divided(done)
 
 
+@pytest.mark.nightly  # test_bucket_backups.py kills a writer at each request, in `make test`
 def test_backups_in_a_bucket(undisturbed, tmp_path, monkeypatch):
     """Three kills: the results are those of an undisturbed run with a local directory."""
     with s3(monkeypatch) as server:

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 
 from tests.helpers.buckets import s3
 from tests.helpers.cases import cases, chosen, each
-from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster, tfmw_command
+from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster
 from tfmw.errors import PREEMPTED
 from tfmw.storage.bucket import Bucket
 from tfmw.train.checkpoint.store import BackupStore, verify
@@ -80,7 +79,8 @@ def assert_equal_to_the_undisturbed_run(result: dict[str, Any]) -> None:
     assert resumed["epoch"] == list(range(len(resumed["epoch"])))
 
 
-@pytest.mark.parametrize("name", cases(ALONE, ALONE_TOO))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*ALONE, *ALONE_TOO])
 def test_one_process_resumes_bit_for_bit(alone, name):
     assert_equal_to_the_undisturbed_run(alone[0][name])
 
@@ -94,7 +94,7 @@ def test_two_processes_resume_bit_for_bit(together, name):
 
 
 @pytest.mark.parametrize("name", ALONE)
-@pytest.mark.parametrize("run", ["alone", "together"])
+@pytest.mark.parametrize("run", cases(["together"], ["alone"]))
 def test_each_example_is_trained_on_once_in_each_epoch(run, name, request):
     result = request.getfixturevalue(run)[0][name]
     assert result["resumed"]["counts"] == [result["epochs"]] * 40
@@ -119,25 +119,15 @@ def test_row_24_workers_with_different_amounts_of_data_neither_hang_nor_give_nan
 
 
 def faults(
-    backups: Path | str,
-    *places: str,
-    workers: int,
-    restarts: int = 0,
-    status: int = 0,
-    within: Path | None = None,
+    backups: Path | str, *places: str, workers: int, restarts: int = 0, status: int = 0
 ) -> tuple[list[dict[str, Any]], str]:
     """Results of the workers of resume_faults.py, and the output of the launcher."""
-    results = Path(tempfile.mkdtemp(dir=within or Path(backups).parent))
-    isolated = "auto" if isinstance(backups, Path) else "off"
-    with tfmw_command(
-        "run", "--workers", str(workers), "--max-restarts", str(restarts), "--isolate", isolated,
-        "--log-dir", str(results / "logs"), str(PROGRAMS / "resume_faults.py"), str(backups),
-        *places,
-        env={"TFMW_RESULT": str(results)},
-    ) as run:  # fmt: skip
-        output, _ = run.communicate(timeout=200)
-    assert run.returncode == status, output
-    return [json.loads(file.read_text()) for file in sorted(results.glob("*.json"))], output
+    options = ["--max-restarts", str(restarts)]
+    options += [] if isinstance(backups, Path) else ["--isolate", "off"]
+    run = run_cluster(
+        "resume_faults.py", str(backups), *places, workers=workers, status=status, options=options
+    )
+    return list(run), run.output
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +148,7 @@ def data_files(backups: Path) -> int:
     return number
 
 
-@pytest.mark.parametrize("place", ["directory", "bucket"])
+@pytest.mark.parametrize("place", cases(["directory"], ["bucket"]))
 def test_row_35_killed_while_a_part_is_written_and_again_during_a_restore(
     folder, undisturbed, monkeypatch, place
 ):
@@ -171,7 +161,6 @@ def test_row_35_killed_while_a_part_is_written_and_again_during_a_restore(
             "step 10@2:1",
             workers=2,
             restarts=4,
-            within=folder,
         )
         assert verify(backups) == []
         if place == "bucket":
@@ -212,7 +201,7 @@ def test_two_workers_are_preempted_and_another_number_resumes(
     shutil.copytree(left_by_two, mine)
     runs, _ = faults(mine, workers=workers)
     assert len(runs) == workers
-    for run in runs:
+    for run in each(runs):
         assert run["made"] < 8, "it began anew"
         assert run["update"] == ("sharded over 3 workers" if workers == 3 else "")
         assert run["bits"] == runs[0]["bits"]
@@ -229,7 +218,7 @@ def test_one_worker_is_preempted_and_two_resume(folder, undisturbed):
     faults(folder / "one", "leave 5@0:0", workers=1, status=PREEMPTED)
     assert 4 < steps_of(folder / "one") < 8
     runs, _ = faults(folder / "one", workers=2)
-    for run in runs:
+    for run in each(runs):
         assert run["made"] < 8
         assert run["counts"] == [3.0] * 48
         for mine, theirs in zip(run["weights"], undisturbed[0]["weights"], strict=True):
@@ -238,7 +227,7 @@ def test_one_worker_is_preempted_and_two_resume(folder, undisturbed):
 
 def test_complete_run_trains_nothing_again(folder, undisturbed):
     runs, _ = faults(folder / "undisturbed", workers=2)
-    for run in runs:
+    for run in each(runs):
         assert run["made"] == 0
         assert run["bits"] == undisturbed[0]["bits"]
         assert run["history"] == undisturbed[0]["history"]

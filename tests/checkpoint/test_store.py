@@ -15,10 +15,12 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import threading
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +32,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.helpers.backup_points import failing, lacking, watched
-from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
+from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_command
 from tests.helpers.records import reseal
 from tfmw.cluster import membership
 from tfmw.cluster.cluster import MAX_RESTARTS
@@ -177,15 +179,9 @@ def test_failed_write_leaves_the_previous_backup(store, step, error):
 @pytest.mark.parametrize("step", ["same", pytest.param("other", marks=pytest.mark.nightly)])
 def test_kill_during_a_write_leaves_a_complete_backup(tmp_path, step):
     """Row 3, with a real end of the process before each change of the disk."""
-    run = subprocess.run(
-        [sys.executable, PROGRAMS / "backup_crash.py", tmp_path, step],
-        env=ENVIRON,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    points = int(run.stdout)
+    status, output = run_command("python", PROGRAMS / "backup_crash.py", tmp_path, step)
+    assert status == 0, output
+    points = int(output.splitlines()[-1])
     assert points > 8
     left, found = [], []
     for number in range(points):
@@ -522,25 +518,24 @@ def test_resumed_run_keeps_its_own_settings():
 
 @pytest.mark.process
 @pytest.mark.parametrize("lacks", [None, errno.EOPNOTSUPP])
-def test_second_run_is_refused_until_the_first_has_ended(store, monkeypatch, caplog, lacks):
+def test_second_run_is_refused_until_the_first_has_ended(
+    store, tmp_path, monkeypatch, caplog, lacks
+):
     """A file system without flock is tested, too; there a killed run leaves a lease."""
     if lacks is not None:
         monkeypatch.setattr(fcntl, "flock", lacking(lacks))
-    with subprocess.Popen(
-        [sys.executable, PROGRAMS / "backup_lock.py", store.path, *([str(lacks)] * bool(lacks))],
-        env=ENVIRON,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as holder:
+    os.mkfifo(holder := tmp_path / "holder")
+    command = ["python", PROGRAMS / "backup_lock.py", store.path, holder]
+    with futures.ThreadPoolExecutor() as pool:
+        run = pool.submit(run_command, *command, *([str(lacks)] * bool(lacks)))
+        pid = int(holder.read_text())
+        said = rf"in use by another run \(process {pid} on "
         try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "locked\n"
-            said = rf"in use by another run \(process {holder.pid} on "
             with pytest.raises(UsageError, match=said), store.locked():
                 raise AssertionError("two runs hold one directory")
         finally:
-            holder.kill()
-        holder.wait()
+            os.kill(pid, signal.SIGKILL)
+        assert run.result()[0] == -signal.SIGKILL
     monkeypatch.setattr(disk, "LEASE_S", 0.0)
     with store.locked():
         assert value_of(store.read(written(store, 1) and 1)) == 1

@@ -50,6 +50,7 @@ PAUSE_S = 6.0  # longer than the heartbeats of the program, and than the launche
 PATIENCE_S = 120.0
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_a_pause_of_all_processes_loses_nothing(tmp_path):
     """A pause such as that of `docker pause`, or of a closed lid."""

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests.helpers.cases import each
 from tests.helpers.cluster import run_cluster
 from tfmw.cluster import wire
 from tfmw.cluster.group import Group
@@ -216,8 +217,8 @@ def test_strangers_get_nothing_and_hold_nobody_up(exchanges) -> None:
 def test_the_work_is_divided_and_the_results_are_those_of_keras() -> None:
     (alone,) = run_cluster("divided_dataset.py", workers=1)
     workers = run_cluster("divided_dataset.py", workers=2)
-    for worker in workers:
-        for name, expected in alone.items():
+    for worker in each(workers):
+        for name, expected in each(alone.items()):
             for what in ("losses", "weights", "evaluated", "predicted"):
                 np.testing.assert_allclose(worker[name][what], expected[what], rtol=2e-5)
     epochs, batches, looked_at = 3, 12, 2

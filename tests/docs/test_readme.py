@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.buckets import s3
-from tests.helpers.cluster import ONE_THREAD, ROOT, tfmw_command
+from tests.helpers.cluster import ROOT, run_command
 from tfmw.storage.bucket import Bucket
 
 pytestmark = pytest.mark.process
@@ -62,17 +59,9 @@ def run(program: str, folder: Path) -> str:
     folder.mkdir(exist_ok=True)
     path = folder / "program.py"
     path.write_text(program)
-    done = subprocess.run(
-        [sys.executable, path],
-        cwd=folder,
-        env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    status, output = run_command("python", path, cwd=folder)
+    assert status == 0, output
+    return output
 
 
 def lines_of_losses(text: str) -> list[list[float]]:
@@ -88,9 +77,9 @@ def test_the_readme(tmp_path):
     assert (tmp_path / "alone/build/model/saved_model.pb").exists()
     (tmp_path / "two").mkdir()
     (tmp_path / "two/train.py").write_text(program)
-    with tfmw_command("run", "--workers", "2", "train.py", cwd=tmp_path / "two") as process:
-        together, _ = process.communicate(timeout=150)
-    assert process.returncode == 0, together
+    command = ("tfmw", "run", "--workers", "2", "train.py")
+    status, together = run_command(*command, cwd=tmp_path / "two")
+    assert status == 0, together
     assert (tmp_path / "two/build/model/saved_model.pb").exists()
     one, two, other = lines_of_losses(f"{alone}\n{together}")  # a line of each process
     assert len(one) == 5, f"{alone}\n{together}"
@@ -186,9 +175,8 @@ def test_blocks_for_parameter_servers_are_collected():
 @pytest.mark.nightly
 def test_migration_from_parameter_server_scripts(tmp_path, code):
     (tmp_path / "train.py").write_text(f"{READER}\n{code}\nprint('all is done')\n")
-    command = ["run", "--workers", "2", "--ps", "1", "train.py"]
-    with tfmw_command(*command, cwd=tmp_path) as process:
-        output, _ = process.communicate(timeout=150)
-    assert process.returncode == 0, output
+    command = ("tfmw", "run", "--workers", "2", "--ps", "1", "train.py")
+    status, output = run_command(*command, cwd=tmp_path)
+    assert status == 0, output
     assert "[chief] all is done" in output
     assert "step 20/20" in output

@@ -25,6 +25,7 @@ from tests.engines.contract import (
     FromAShell,
     ancestor,
     doubled,
+    marked_copy,
     meet,
     rank,
     runs_forever,
@@ -59,6 +60,15 @@ def engine(cluster: FakeKubernetes) -> Kubernetes:
 class TestKubernetes(FromAShell, Contract):
     setting = "python"
     host = "tfmw.launcher.engines.kubernetes_tasks"
+    test_fit_equals_that_of_two_workers = marked_copy(
+        Contract.test_fit_equals_that_of_two_workers, pytest.mark.nightly
+    )
+    test_other_versions_are_refused = marked_copy(
+        Contract.test_other_versions_are_refused, pytest.mark.nightly
+    )
+    test_missing_module_is_named = marked_copy(
+        Contract.test_missing_module_is_named, pytest.mark.nightly
+    )
 
     @contextlib.contextmanager
     def tasks_that_find(self, engine: Engine, path: Path) -> Iterator[Engine]:

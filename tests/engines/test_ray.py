@@ -326,6 +326,7 @@ def test_cluster_with_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                 owner.stdin.close()
 
 
+@pytest.mark.nightly
 def test_large_arrays_go_into_the_object_store_once(
     engine: Ray, monkeypatch: pytest.MonkeyPatch
 ) -> None:

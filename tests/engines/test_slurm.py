@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 import tfmw
-from tests.engines.contract import TIMEOUT_S, Contract, FromAShell, meet, runs_forever, wait_for
+from tests.engines.contract import (
+    TIMEOUT_S,
+    Contract,
+    FromAShell,
+    marked_copy,
+    meet,
+    runs_forever,
+    wait_for,
+)
 from tests.helpers.slurm import NODES, OneMachine
 from tfmw.cluster.signals import LEAVE
 from tfmw.engines import Job, Slurm
@@ -61,6 +69,9 @@ def needs_two(folder: str) -> int:
 
 class TestSlurm(FromAShell, Contract):
     setting = "directory"
+    test_fit_equals_that_of_two_workers = marked_copy(  # a minute of both cores
+        Contract.test_fit_equals_that_of_two_workers, pytest.mark.nightly
+    )
 
     @pytest.fixture(autouse=True)
     def _knows(self, slurm: OneMachine) -> None:

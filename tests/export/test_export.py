@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tests.helpers.cluster import PROGRAMS, run_cluster
+from tests.helpers.cluster import PROGRAMS, run_cluster, run_command
 from tfmw import Cluster, UsageError
 from tfmw.train.saved_model import MANIFEST, check_path, export
 from tfmw.train.saved_model import verify_export as verify
@@ -141,7 +141,7 @@ def elsewhere(tmp_path_factory):
             "positional": False,
         }
     (directory / "requests.json").write_text(json.dumps(list(requests.values())))
-    subprocess.run(
+    subprocess.run(  # a process without tfmw
         [sys.executable, PROGRAMS / "load_export.py", "requests.json", "results.json"],
         cwd=directory,
         env=ENVIRON,
@@ -235,9 +235,7 @@ def test_files_are_flushed_before_the_rename(tmp_path, monkeypatch):
 
 
 def crash(path, when):
-    return subprocess.run(
-        [sys.executable, PROGRAMS / "export_crash.py", path, when], env=ENVIRON, timeout=120
-    ).returncode
+    return run_command("python", PROGRAMS / "export_crash.py", path, when)[0]
 
 
 def y_of(path):

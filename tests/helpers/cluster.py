@@ -111,7 +111,7 @@ def run_cluster(
     command = ["run", *options, "--log-dir", str(folder / "logs"), str(path), *args]
     begin = time.monotonic()
     environ = _environment({"TFMW_RESULT": str(folder / "results"), **(env or {})})
-    returncode, output = _run(command, environ, timeout_s)
+    returncode, output = _run(["tfmw", *command], environ, timeout_s)
     seconds = time.monotonic() - begin
     assert status is None or returncode == status, f"status {returncode}:\n{output}"
     by_task = {
@@ -122,11 +122,28 @@ def run_cluster(
     return ClusterRun(returncode, output, by_task, log_dir, seconds)
 
 
-def _run(command: list[str], environ: dict[str, str], timeout_s: float) -> tuple[int, str]:
+def run_command(
+    *command: str | os.PathLike[str],
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    timeout_s: float = 400,
+) -> tuple[int, str]:
+    """Exit status and output of `tfmw ...`, `python -c CODE ...` or `python FILE ...`.
+
+    It starts with TensorFlow and tfmw imported, which takes six seconds of a core otherwise.
+    """
+    environ = _environment(env or {})
+    return _run([str(part) for part in command], environ, timeout_s, str(cwd or os.getcwd()))
+
+
+def _run(
+    command: list[str], environ: dict[str, str], timeout_s: float, cwd: str | None = None
+) -> tuple[int, str]:
     """Its exit status and output; none of its processes is left."""
-    changed = environ.items() ^ _environment({}).items()
-    if any(name.startswith(READ_AT_IMPORT) for name, _ in changed):
-        with tfmw_command(*command, env=environ) as process:
+    changed = {name for name, _ in environ.items() ^ _environment({}).items()} - {"TF_CONFIG"}
+    if any(name.startswith(READ_AT_IMPORT) for name in changed):
+        assert command[0] == "tfmw", f"read when TensorFlow is imported: {changed}"
+        with tfmw_command(*command[1:], env=environ, cwd=cwd) as process:
             try:
                 output, _ = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
@@ -134,7 +151,7 @@ def _run(command: list[str], environ: dict[str, str], timeout_s: float) -> tuple
                 output, _ = process.communicate()
                 raise AssertionError(f"no end after {timeout_s} s:\n{output}") from None
         return process.returncode, output
-    run = _template().start(command, environ)
+    run = _template().start(command, environ, cwd or os.getcwd())
     printed = run.communicate(timeout_s)
     if printed is None:
         os.kill(run.pid, signal.SIGTERM)
@@ -189,10 +206,15 @@ def tfmw_command(
             process.stdout.close()
 
 
-def examples_per_step(output: str) -> float:
-    """Examples per step, from the rates in the last line of training that a chief has printed."""
+def assert_examples_per_step(output: str, expected: float) -> None:
+    """Compares the two rates in the last line of training that a chief has printed.
+
+    They are rounded: to 0.1 steps and to 1 example.
+    """
     *_, (steps, examples) = re.findall(r"train \| .* ([\d.]+) steps/s \| +([\d,]+) exam", output)
-    return float(examples.replace(",", "")) / float(steps)
+    rounding = 0.05 * expected + 0.5
+    found = float(examples.replace(",", ""))
+    assert abs(found - expected * float(steps)) <= rounding + 0.02 * found, (steps, examples)
 
 
 def marked(mark: str) -> dict[int, str]:

@@ -20,7 +20,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -93,8 +92,9 @@ class Namespaces:
         self.addresses = [f"{NETWORK}.{i + 1}" for i in range(count)]
 
     def __enter__(self) -> Namespaces:
-        # One at a time on this machine: names and addresses are the same for all.
-        self._turn = open(Path(tempfile.gettempdir()) / "tfmw-namespaces.lock", "w")
+        # One at a time on this machine: names and addresses are the same for all runs of the tests,
+        # and each process of a run has a temporary folder of its own.
+        self._turn = open("/tmp/tfmw-namespaces.lock", "w")
         fcntl.flock(self._turn, fcntl.LOCK_EX)
         self._remove()
         try:

@@ -1,13 +1,14 @@
-"""Runs of `tfmw run` that are forked from a process which has imported TensorFlow.
+"""Commands that are forked from a process which has imported TensorFlow.
 
-    with Template(env) as template:
-        run = template.start(["run", "--workers", "2", "train.py"], env)    # as a `Popen`
+    template = Template(env)
+    run = template.start(["tfmw", "run", "--workers", "2", "train.py"], env, cwd)
+    run = template.start(["python", "-c", "import tfmw"], env, cwd)
 
 An import of TensorFlow is most of what a short run costs. The template imports it once, and forks
 a keeper for each run. The keeper adopts the processes that outlive the run, names them and ends
 them. It forks the launcher, and the launcher's fork server is forked from it before the launcher
 has a thread. From there on everything is as users run it: the command line, the fork server, tasks
-in sessions and namespaces of their own.
+in sessions and namespaces of their own. A Python program is run in place of the launcher.
 
 Environment variables that are read at an import are those of the template.
 """
@@ -26,9 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
@@ -48,11 +50,11 @@ class Template:
                 pass_fds=[remote.fileno()],
             )
 
-    def start(self, command: Sequence[str], env: Mapping[str, str]) -> Run:
-        """Starts `tfmw <command>`."""
+    def start(self, command: Sequence[str], env: Mapping[str, str], cwd: str) -> Run:
+        """Starts `tfmw ...`, `python -c CODE ...` or `python FILE ...`."""
         read, write = os.pipe()
         ours, theirs = socket.socketpair()
-        request = {"command": list(command), "env": dict(env), "cwd": os.getcwd()}
+        request = {"command": list(command), "env": dict(env), "cwd": cwd}
         with tempfile.TemporaryFile() as file, theirs:
             file.write(json.dumps(request).encode())
             file.seek(0)
@@ -152,7 +154,7 @@ def _children() -> list[int]:
 
 
 def _launch(output: int, command: list[str], env: dict[str, str], cwd: str) -> None:
-    """Runs `tfmw <command>` in the launcher."""
+    """Runs the command."""
     os.setsid()
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
@@ -161,6 +163,22 @@ def _launch(output: int, command: list[str], env: dict[str, str], cwd: str) -> N
     os.environ.update(env)
     tempfile.tempdir = None
     os.chdir(cwd)
+    program, *arguments = command
+    if program == "tfmw":
+        _tfmw(arguments)
+    sys.argv = arguments
+    if arguments[0] == "-c":
+        code = arguments.pop(1)
+        sys.path.insert(0, "")
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+    else:
+        sys.path.insert(0, os.path.dirname(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")
+    sys.exit()
+
+
+def _tfmw(command: list[str]) -> NoReturn:
     from tfmw.cli import main as cli
     from tfmw.launcher import fork_server
 

@@ -631,7 +631,7 @@ def test_hang_without_restarts_fails_the_run(run):
 
 
 def test_a_long_blocking_call_is_no_hang(run):
-    done = run("worker 0@0=step:2 long_call:1.5", "worker 1@0=step:2 gate:over", hang_timeout_s=0.5)
+    done = run("worker 0@0=step:2 long_call:3", "worker 1@0=step:2 gate:over", hang_timeout_s=2)
     assert (done.result.status, done.result.failures) == (0, ())
 
 
@@ -857,7 +857,7 @@ def test_tasks_are_forked_at_first_and_after_a_failure(serving, tmp_path):
     template = template_of(launcher.pid, PROGRAM)
     launcher.kill()
     launcher.wait()
-    assert wait_gone([template, *(task["pid"] for task in tasks)], 5) == []
+    assert wait_gone([template, *(task["pid"] for task in tasks)], 60) == []
 
 
 @pytest.mark.process
@@ -866,7 +866,7 @@ def test_tasks_start_without_the_fork_server(serving, tmp_path):
     launcher, pids = serving("*@0=step:1 wait", "*@1=step:2", options=options)
     os.kill(template_of(launcher.pid, PROGRAM), signal.SIGKILL)
     os.kill(pids[1], signal.SIGKILL)
-    output, _ = launcher.communicate(timeout=30)
+    output, _ = launcher.communicate(timeout=100)
     assert launcher.returncode == 0, output
     tasks = [json.loads((tmp_path / f"worker {i}@1.json").read_text()) for i in (0, 1)]
     assert not any(task["tensorflow"] for task in tasks)
@@ -878,7 +878,7 @@ def test_wait_for_the_fork_server_has_a_timeout(tmp_path):
     options = ["--workers", "2", "--standby", "on", "--start-timeout", "2"]
     env = {**NO_INIT, "TFMW_RESULT": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{PYTHONPATH}"}
     with tfmw_command("run", *options, PROGRAM, "*@0=step:1", env=env) as launcher:
-        output, _ = launcher.communicate(timeout=30)
+        output, _ = launcher.communicate(timeout=100)
     assert launcher.returncode == 0, output
     tasks = [json.loads((tmp_path / f"worker {i}@0.json").read_text()) for i in (0, 1)]
     assert not any(task["tensorflow"] for task in tasks)

@@ -407,7 +407,7 @@ class TestEnd:
         assert len(pids) == 5  # a task's own children, which asked for nothing, and the reaper too
         launcher.kill()
         launcher.wait()
-        assert wait_gone(pids, 5) == []
+        assert wait_gone(pids, 60) == []
 
     def test_no_files_outlive_a_caller_that_is_killed(self, tmp_path):
         """A notebook's kernel may be killed; the folder of fit is large, as it has backups."""
@@ -441,7 +441,7 @@ class TestEnd:
             assert launcher.stdout
             launcher.stdout.readline()
             launcher.stdout.close()
-            assert launcher.wait(timeout=10) == 128 + signal.SIGPIPE
+            assert launcher.wait(timeout=60) == 128 + signal.SIGPIPE
 
     def test_a_run_outlives_its_terminal(self, tmp_path):
         """The run continues as after `disown`: no SIGHUP arrives, and output fails."""
@@ -544,7 +544,7 @@ class TestOutput:
             middle.unlink()
             shown += self.until(ours, None)
             os.close(ours)
-            assert launcher.wait(timeout=10) == 0
+            assert launcher.wait(timeout=60) == 0
         text = shown.decode().replace("\r\n", "\n")
         bar = "\r1/2 \x1b[32m=\x1b[0m."
         assert text == (

@@ -39,7 +39,7 @@ def test_rounds_after_each_step_are_synchronous_steps(calm: ClusterRun) -> None:
         X, Y, batch_size=17, epochs=3, shuffle=False, validation_data=(X[:30], Y[:30]), verbose=0
     )
     expected = np.concatenate([np.ravel(w) for w in model.get_weights()])
-    for member in calm:
+    for member in each(calm):
         np.testing.assert_allclose(weights(member["numpy"]), expected, rtol=2e-5, atol=1e-6)
         np.testing.assert_allclose(
             member["numpy"]["val_loss"], history.history["val_loss"], rtol=1e-5
@@ -92,6 +92,7 @@ def test_the_lost_ones_have_the_common_weights_at_the_end(lost: ClusterRun) -> N
         assert member["epochs"] == list(range(EPOCHS))
 
 
+@pytest.mark.nightly
 def test_where_all_are_lost_all_resume_from_their_backups() -> None:
     # In the first step of the second epoch, in which member 2 has one step less.
     losses = ["0:8:steps", "1:8:steps", "2:7:steps"]
@@ -103,8 +104,10 @@ def test_where_all_are_lost_all_resume_from_their_backups() -> None:
 
 @pytest.mark.parametrize(
     "losses",
-    [["saved=11,11", "1:13:steps"], ["saved=14,11", "0:15:steps", "1:15:steps"]],
-    ids=["one lost", "all lost"],
+    [
+        pytest.param(["saved=11,11", "1:13:steps"], id="one lost", marks=pytest.mark.nightly),
+        pytest.param(["saved=14,11", "0:15:steps", "1:15:steps"], id="all lost"),
+    ],
 )
 def test_backups_between_two_rounds_lose_no_example(losses: list[str]) -> None:
     """Backups are due after each second and each fifth step, rounds after each third.
@@ -120,6 +123,7 @@ def test_backups_between_two_rounds_lose_no_example(losses: list[str]) -> None:
     assert len({weights(member).tobytes() for member in run}) == 1
 
 
+@pytest.mark.nightly
 def test_all_members_save_and_resume_where_one_is_preempted() -> None:
     run = run_cluster(
         "elastic.py", "lose", "with-backups", "0:10:leave",

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,10 @@ import numpy as np
 import pytest
 
 from tests.helpers import cluster
+from tests.matrix import columns as columns_module
 from tests.matrix import rows  # noqa: F401  registers all rows
 from tests.matrix.columns import load
 from tests.matrix.row import ROWS, Row, compared, difference
-from tfmw.launcher.environment import compute_with_onednn
 
 CORE = [name for name, row in ROWS.items() if row.core]
 REST = [name for name, row in ROWS.items() if not row.core]
@@ -85,11 +83,6 @@ def _two(row: Row) -> str:
     return "nightly" if row.nightly or (row.core and not row.fast) else ""
 
 
-def _plain(row: Row) -> str:
-    of_test = [name for name in PLAIN if ROWS[name].fast][:2]
-    return "" if row.name in of_test else "nightly"
-
-
 def _core(row: Row) -> str:
     if row.fast:  # most of them are for two processes
         return "" if row.name in ("arrays", "batches that replicas do not divide") else "nightly"
@@ -98,26 +91,11 @@ def _core(row: Row) -> str:
 
 CORE_CELLS = _cells(CORE, _core)
 TWO_CELLS = _cells(CLUSTERS["two"][2], _two)
-PLAIN_CELLS = _cells(PLAIN, _plain)
-MORE_CELLS = _cells(CORE, lambda row: "nightly")
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("matrix")
-
-
-def _start(folder: Path, column: str, names: list[str]) -> subprocess.Popen[str]:
-    environ = {**os.environ, **cluster.ONE_THREAD, "PYTHONPATH": cluster.PYTHONPATH}
-    environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-    compute_with_onednn(environ)  # as tasks of `tfmw run` do
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.matrix.columns", str(folder), column, *names],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def _single_process(folder: Path, some: list[str], asked: dict[str, set[str]]) -> dict[str, Any]:
@@ -127,15 +105,17 @@ def _single_process(folder: Path, some: list[str], asked: dict[str, set[str]]) -
         "reference": [name for name in some if name in anywhere],
         "devices": [name for name in some if name in asked["devices"]],
     }
-    processes = {c: _start(folder, c, names) for c, names in columns.items() if names}
-    try:
-        for column, process in processes.items():
-            output, _ = process.communicate(timeout=1500)
-            assert process.returncode == 0, f"{column}:\n{output}"
-    finally:
-        for process in processes.values():
-            process.kill()
-    return {c: json.loads((folder / f"{c}.json").read_text()) for c in processes}
+
+    def run(column: str) -> list[dict[str, Any]]:
+        command = [columns_module.__file__, str(folder), column, *columns[column]]
+        status, output = cluster.run_command("python", *command, timeout_s=1500)
+        assert status == 0, f"{column}:\n{output}"
+        found: list[dict[str, Any]] = json.loads((folder / f"{column}.json").read_text())
+        return found
+
+    chosen = [column for column, names in columns.items() if names]
+    with futures.ThreadPoolExecutor() as pool:
+        return dict(zip(chosen, pool.map(run, chosen), strict=True))
 
 
 @pytest.fixture(scope="session")
@@ -257,7 +237,8 @@ def test_two_processes_that_share_the_update(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", PLAIN_CELLS)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PLAIN)
 def test_plain_calls_on_two_processes(
     name: str, folder: Path, two_plain: list[dict[str, Any]]
 ) -> None:
@@ -265,13 +246,15 @@ def test_plain_calls_on_two_processes(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", MORE_CELLS)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CORE)
 def test_three_processes(name: str, folder: Path, three: list[dict[str, Any]]) -> None:
     _check(folder, "three", ROWS[name], three)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", MORE_CELLS)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CORE)
 def test_two_processes_of_two_devices(
     name: str, folder: Path, two_by_two: list[dict[str, Any]]
 ) -> None:

@@ -38,6 +38,7 @@ EXPECTED = {
 MORE = [
     *("shuffled before a map", "cached, shuffled", "parallel interleave in any order", "zipped"),
     *("repeat inside of the epoch", "batches of one", "padded"),
+    *("shuffle inside of interleave", "ragged to batch"),
 ]
 
 
@@ -58,7 +59,7 @@ def test_every_example_once_per_epoch(run: ClusterRun, name: str) -> None:
 def test_every_task_counts_the_examples_of_all(run: ClusterRun) -> None:
     """The count holds for each way of dividing the dataset, of known length or not."""
     for counts in each(task["counts"] for task in run):
-        assert len(counts) > 12
+        assert len(counts) >= 12
         assert counts == {n: sum(len(e) for task in run for e in task[n]) for n in counts}
 
 

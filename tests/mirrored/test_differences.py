@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers.cluster import ONE_THREAD, PROGRAMS, ROOT
+from tests.helpers.cluster import PROGRAMS, ROOT, run_command
 
 
 @pytest.mark.timeout(900)
@@ -17,14 +13,9 @@ from tests.helpers.cluster import ONE_THREAD, PROGRAMS, ROOT
 )
 def test_programs_are_equal_or_named(kept: str) -> None:
     """The test has a process of its own: virtual devices are made before TensorFlow starts."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", kept]
-    run = subprocess.run(
-        [*command, str(PROGRAMS / "differences.py")],
-        cwd=ROOT,
-        env={**os.environ, **ONE_THREAD},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert " passed" in run.stdout
+    code = "import sys, pytest; raise SystemExit(pytest.main(sys.argv[1:]))"
+    options = ("-q", "-p", "no:cacheprovider", "-m", kept)
+    file = PROGRAMS / "differences.py"
+    status, output = run_command("python", "-c", code, *options, file, cwd=ROOT, timeout_s=850)
+    assert status == 0, output[-8000:]
+    assert " passed" in output

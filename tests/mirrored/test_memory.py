@@ -43,5 +43,6 @@ def test_freed_memory_is_reused():
     assert int(said()) >= 256 * 1024 * 4
 
 
+@pytest.mark.nightly
 def test_users_allocator_setting_is_kept():
     assert said(TF_CPU_ALLOCATOR_USE_BFC="0") == "malloc keeps no account"

@@ -14,8 +14,8 @@ from tests.helpers.cases import cases, chosen, each
 from tfmw.train import strategies
 from tfmw.train.mirrored import batch_driver
 
-LOOPS = ["batches_of_many_sizes", "clipped_weights", "gan"]
-MORE_LOOPS = ["weighted_examples", "own_step", "reinforce"]
+LOOPS = ["batches_of_many_sizes", "gan"]
+MORE_LOOPS = ["clipped_weights", "weighted_examples", "own_step", "reinforce"]
 
 pytestmark = pytest.mark.process
 

@@ -222,6 +222,7 @@ def test_a_killed_worker_leaves_each_row_once(run_cluster, tmp_path: Path) -> No
     assert {part["name"][-4:] for part in parts} == {"of-1", "of-2"}
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_new_processes_write_the_files(tmp_path: Path) -> None:
     index = write(tmp_path, workers=2, keys="id")

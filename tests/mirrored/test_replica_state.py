@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
+from tests.helpers.cases import each
 from tests.programs._extremes import FIRST, LARGE, Extremes
 from tfmw.compat.metric_variables import metric_variables, packed
 from tfmw.train.mirrored.sync_driver import SyncDriver
@@ -68,7 +69,7 @@ def test_another_number_of_replicas_gets_the_metrics_of_all_and_the_mean_of_aver
     averages = np.concatenate([np.zeros([3, averages.shape[1]], np.uint8), averages[:1]])
     with driver:
         driver.state.restore(metrics, averages)
-    for name, value in values_of(driver).items():
+    for name, value in each(values_of(driver).items()):
         np.testing.assert_array_equal(value, before[name], err_msg=name)
 
 

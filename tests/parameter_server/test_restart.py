@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.helpers.cluster import PROGRAMS, tfmw_command
+from tests.helpers.cluster import PROGRAMS, run_command
 
 pytestmark = pytest.mark.process
 
@@ -22,9 +22,8 @@ def test_progress_over_restarts_and_prompt_preemption(tmp_path, mode):
     options = ["--workers", "2", "--ps", "1", "--max-restarts", "2", "--isolate", "off"]
     # Shorter than the workers wait for a batch: the chief, which waits for them, does not hang.
     options += ["--hang-timeout", "6"]
-    with tfmw_command("run", *options, *program) as run:
-        output, _ = run.communicate(timeout=240)
-    assert run.returncode == 0, output
+    status, output = run_command("tfmw", "run", *options, *program)
+    assert status == 0, output
     lines = [line for line in output.splitlines() if line.startswith("tfmw: ")]
     # Steps count from the start of the training: the second attempt got further than the first.
     assert "restart 1 of 2 at once" in lines[0]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.helpers.cluster import examples_per_step
+from tests.helpers.cluster import assert_examples_per_step
 from tfmw.train.checkpoint.store import verify
 
 STEPS, EPOCHS = 60, 2
@@ -77,13 +77,13 @@ class TestFiveProcesses:
         assert all("/job:ps" not in device for device in five.chief["devices"])
 
     def test_progress_shows_the_examples_of_all_workers(self, five):
-        assert examples_per_step(five.output) == pytest.approx(48, rel=0.05)
+        assert_examples_per_step(five.output, 48)
 
     def test_rate_is_steps_over_the_epochs_time(self, five):
         line = r"step +60/60 \| +([\d.]+) steps/s .* took (?:(\d+):)?([\d.]+)"
         rate, minutes, seconds = re.findall(line, five.output)[0]  # the epoch in which steps trace
         took = 60 * int(minutes or 0) + float(seconds)  # validation is in it as well
-        assert 0 < STEPS / float(rate) < took + 1
+        assert 0 < STEPS / (float(rate) + 0.05) < took + 1  # the rate is rounded
 
     def test_only_the_chief_runs_the_script(self, five):
         assert set(five.by_task) == {"chief"}
@@ -115,7 +115,7 @@ def test_every_optimizer_that_updates_rows(run_cluster):
 
 @pytest.fixture(scope="module")
 def shards(run_cluster):
-    """One worker trains a table that is divided over two servers, with three optimizers."""
+    """One worker trains a table that is divided over two servers, with two optimizers."""
     return run_cluster("ps_shards.py", workers=1, ps=2).chief
 
 
@@ -125,7 +125,7 @@ class TestDividedVariables:
     def test_a_table_is_divided_over_the_servers(self, shards):
         assert shards["pieces"] == [[0, 0, 10000], [1, 10000, 20000]]
 
-    @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "AdamW"])
+    @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
     def test_updates_are_those_of_one_process(self, shards, optimizer):
         check_rows(shards[optimizer])
 
@@ -223,7 +223,7 @@ class TestSynchronousUpdates:
     def test_synchronous_steps_equal_those_of_one_process(self, run_cluster):
         run = run_cluster("ps_sync.py", workers=2, ps=2)
         found = run.chief
-        assert examples_per_step(run.output) == pytest.approx(64, rel=0.05), "of both workers"
+        assert_examples_per_step(run.output, 64)  # of both workers
         assert found["iterations"] == 40
         assert found["dropped"] == 0
         assert found["moved"] > 0.1

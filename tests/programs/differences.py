@@ -1311,7 +1311,7 @@ def test_variable_that_a_step_assigns_is_refused_by_its_attribute(two_replicas: 
 
 
 def test_variable_that_a_callback_assigns_counts(two_replicas: Any) -> None:
-    """It may, as there is one process."""
+    """A callback may assign it, as there is one process."""
     model = Counting(in_step=False)
     model.compile("sgd", "mse")
     steps = model.counts[0]["steps"]

@@ -1,7 +1,7 @@
 """Trains by local SGD and DiLoCo in many ways; writes the weights and histories of each.
 
-Two workers, or with `--devices` one process with two virtual devices. With `--machines abab` the
-letters are the machines of four workers.
+Two workers, with `--more` in more ways, or with `--devices` one process with two virtual devices.
+With `--machines abab` the letters are the machines of four workers.
 """
 
 import hashlib
@@ -135,14 +135,17 @@ def main() -> None:
         "alike": fitted(momentum, TWICE, 16, every=3, **devices),
         "no rate": fitted(keras.optimizers.SGD(0.0), every=3, **devices),
         "diloco": fitted(every=3, outer_optimizer=DILOCO, **devices),
-        "norm": fitted("adam", norm=True, every=3, **devices),
         "streaming": fitted(every=4, outer_optimizer=DILOCO, **parts, **devices),
     }
     if not devices:
         found |= {
             "int8": fitted(every=3, compression="int8"),
-            "int4": fitted(every=3, compression="int4"),
             "float32": fitted(every=3),
+        }
+    if "--more" in sys.argv:
+        found |= {
+            "int4": fitted(every=3, compression="int4"),
+            "norm": fitted("adam", norm=True, every=3),
             "all": fitted(every=4, compression="int8", norm=True, **parts),
             "compiled": fitted(
                 "adam", compiled={"jit_compile": True}, precision="mixed_bfloat16", every=3

@@ -86,18 +86,21 @@ CASES: dict[str, tuple[Any, np.ndarray, bool, dict[str, Any]]] = {
     "one server": (lambda: of.Adagrad(0.1), stream, True, rare),
 }
 chosen = options.cases.split(",") if options.cases else list(CASES)
+
+
+def made(name):
+    make_optimizer, ids, _, described = CASES[name]
+    return make(make_optimizer(), ids, **described)
+
+
 # Models that are made before the servers are known are ordinary ones, and so are layers.
 weights = {
     name: once(ids, **described) if is_once else np.ones(ids.shape, np.float32)
     for name, (_, ids, is_once, described) in CASES.items()
+    if name in chosen
 }
-alone, before = [
-    {
-        name: make(make_optimizer(), ids, **described)
-        for name, (make_optimizer, ids, _, described) in CASES.items()
-    }
-    for _ in range(2)
-]
+alone = {name: made(name) for name in chosen}
+before = {name: made(name) for name in ("whole", "one server")}
 
 
 def off_by(ours, others):
@@ -108,8 +111,8 @@ def off_by(ours, others):
 
 
 def train(name, strategy):
-    make_optimizer, ids, _, described = CASES[name]
-    model = before[name] if name == "whole" else make(make_optimizer(), ids, **described)
+    ids = CASES[name][1]
+    model = before[name] if name == "whole" else made(name)
     labels = np.random.default_rng(1).normal(size=(*ids.shape, 3)).astype(np.float32)
     data = tf.data.Dataset.from_tensor_slices((ids, labels, weights[name]))
     how: dict[str, Any] = {"epochs": EPOCHS, "steps_per_epoch": STEPS, "verbose": 0}

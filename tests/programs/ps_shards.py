@@ -17,7 +17,7 @@ from tfmw.tables.table import refuse_tables
 parser = argparse.ArgumentParser()
 parser.add_argument("--rows", type=int, default=20000)
 parser.add_argument("--width", type=int, default=32)
-parser.add_argument("--optimizers", default="SGD,Adagrad,AdamW")
+parser.add_argument("--optimizers", default="SGD,AdamW")
 parser.add_argument("--only_optimizers", action="store_true")
 options = parser.parse_args()
 

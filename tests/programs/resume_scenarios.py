@@ -22,11 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
-import grain
 import keras
 import numpy as np
-import pyarrow.parquet
 import tensorflow as tf
 
 import tfmw
@@ -327,6 +324,8 @@ def tfrecords():
 
 
 def rows() -> Any:
+    import grain  # here, and other libraries below: not every run has their scenarios
+
     return grain.MapDataset.source(list(zip(X, Y, strict=True))).shuffle(seed=4)
 
 
@@ -337,6 +336,8 @@ def grain_by_index():
 
 @data(at=(3, 8))
 def grain_by_state():
+    import grain
+
     whole = rows().filter(lambda row: True).to_iter_dataset()
     return {
         "x": grain.experimental.WindowShuffleIterDataset(whole, window_size=9, seed=1).batch(BATCH)
@@ -345,6 +346,8 @@ def grain_by_state():
 
 @data(at=(8,))
 def grain_loader():
+    import grain
+
     return {
         "x": grain.DataLoader(
             data_source=list(zip(X, Y, strict=True)),
@@ -356,6 +359,8 @@ def grain_loader():
 
 @data(at=(3, 8))
 def hugging_face():
+    import datasets
+
     arrow = datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()})
     arrow = arrow.cast_column("x", datasets.Sequence(datasets.Value("float32")))
     pairs = tfmw.data.from_index(arrow).map(lambda row: (row["x"], row["y"]))
@@ -364,6 +369,8 @@ def hugging_face():
 
 @data(at=(8,))
 def parquet():
+    import pyarrow.parquet
+
     path = f"{records()}.parquet"
     x = pyarrow.array(X.tolist(), pyarrow.list_(pyarrow.float32()))
     pyarrow.parquet.write_table(pyarrow.table({"x": x, "y": Y.tolist()}), path, row_group_size=9)

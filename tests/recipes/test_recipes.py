@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from concurrent import futures
 from pathlib import Path
 
 import common
@@ -26,7 +27,7 @@ import tfmw
 from tests.helpers.buckets import NIGHTLY, opened
 from tests.helpers.by_hand import free_addresses
 from tests.helpers.cases import cases
-from tests.helpers.cluster import ONE_THREAD, ROOT, run_cluster
+from tests.helpers.cluster import ONE_THREAD, ROOT, run_cluster, run_command
 from tfmw import Cluster, UsageError
 from tfmw.train.saved_model import verify_export as verify
 
@@ -125,24 +126,28 @@ def test_make_demo(environ, tmp_path):
     assert verify(tmp_path / "build" / "digits") == []
 
 
-def by_hand(environ, index, hosts):
-    hosts_flag = f"--worker_hosts={','.join(hosts)}"
-    return start([DIGITS, hosts_flag, f"--task_index={index}", "--max_steps=5"], environ)
+def by_hand(index, hosts):
+    return [f"--worker_hosts={','.join(hosts)}", f"--task_index={index}"], {}
 
 
-def by_tf_config(environ, index, hosts):
+def by_tf_config(index, hosts):
     config = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}}
-    return start([DIGITS, "--max_steps=5"], {**environ, "TF_CONFIG": json.dumps(config)})
+    return [], {"TF_CONFIG": json.dumps(config)}
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "start_task", [by_hand, pytest.param(by_tf_config, marks=pytest.mark.nightly)]
-)
-def test_two_terminals(environ, start_task):
+@pytest.mark.parametrize("described", cases([by_hand], [by_tf_config]))
+def test_two_terminals(environ, described):
     hosts = free_addresses(2)
-    tasks = finish([start_task(environ, index, hosts) for index in range(2)])
-    assert [status for status, _, _ in tasks] == [0, 0], tasks
+
+    def run(index):
+        arguments, env = described(index, hosts)
+        env["TFDS_DATA_DIR"] = environ["TFDS_DATA_DIR"]
+        return run_command("python", DIGITS, "--max_steps=5", *arguments, env=env)
+
+    with futures.ThreadPoolExecutor() as pool:
+        tasks = list(pool.map(run, range(2)))
+    assert [status for status, _ in tasks] == [0, 0], tasks
     assert ACCURACY.search(tasks[0][1]), "the chief tells the accuracy"
     assert not ACCURACY.search(tasks[1][1]), "and nobody else"
     assert re.search(r"(?<!\d)5/5(?!\d)", tasks[0][1]), "--max_steps"
@@ -323,17 +328,17 @@ def test_wrong_flags_are_one_sentence(arguments, message):
 
 @pytest.mark.process
 @pytest.mark.parametrize("argument", cases(["stray"], ["--ps_hosts=h0:1"]))
-def test_a_wrong_command_line_ends_with_status_2_and_no_traceback(environ, argument):
-    ((status, _, err),) = finish([start([DIGITS, argument], environ)])
+def test_a_wrong_command_line_ends_with_status_2_and_no_traceback(argument):
+    status, output = run_command("python", DIGITS, argument)
     assert status == 2
-    last = err.strip().splitlines()[-1]
+    last = output.strip().splitlines()[-1]
     assert last.startswith("digits.py: ")
     assert argument.split("=")[0] in last
-    assert "Traceback" not in err
+    assert "Traceback" not in output
 
 
 @pytest.mark.process
-def test_the_help_of_a_recipe_lists_its_flags(environ):
-    ((_, out, _),) = finish([start([ROOT / "recipes/images.py", "--help"], environ)])
-    assert "--epochs: Epochs over the training data." in out
-    assert "--image_dir: A folder of images for each class" in out
+def test_the_help_of_a_recipe_lists_its_flags():
+    _, output = run_command("python", ROOT / "recipes/images.py", "--help")
+    assert "--epochs: Epochs over the training data." in output
+    assert "--image_dir: A folder of images for each class" in output

@@ -132,7 +132,7 @@ def test_signs_of_life_keep_it() -> None:
 
 def test_silent_strangers_are_bounded_in_number_and_time() -> None:
     """Each keeps sending a byte, too, so that no single read takes long."""
-    with leader(Timing(0.1, 10.0, 1.0)) as server, contextlib.ExitStack() as stack:
+    with leader(Timing(0.1, 10.0, 3.0)) as server, contextlib.ExitStack() as stack:
         before = threading.active_count()
         strangers = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.cluster import ROOT
+from tests.helpers.cluster import ROOT, run_command
 from tfmw.cli import reports
 
 SECRETS = {
@@ -76,12 +76,15 @@ def test_the_logs_of_a_run_have_no_secret(tmp_path: Path) -> None:
     assert b"hush" not in (run.stdout + run.stderr).encode() + b"".join(kept)
 
 
-def calls() -> Iterator[tuple[str, str]]:
+@functools.cache
+def calls() -> list[tuple[str, str]]:
     """(module, call) for every call in tfmw and the recipes, as its source says it."""
-    for path in [*(ROOT / "tfmw").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                yield path.name, ast.unparse(node)
+    return [
+        (path.name, ast.unparse(node))
+        for path in [*(ROOT / "tfmw").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
 
 
 def test_only_data_of_the_own_child_is_unpickled() -> None:
@@ -118,13 +121,7 @@ try:
 except ValueError as error:
     print("refused", "unsafe" in str(error) or "lambda" in str(error))
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "m.keras"), str(tmp_path / "backups")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "refused True\n"
+    arguments = [tmp_path / "m.keras", tmp_path / "backups"]
+    status, output = run_command("python", "-c", program, *arguments)
+    assert status == 0, output
+    assert output.splitlines()[-1] == "refused True"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.cases import each
+from tests.helpers.cluster import run_command
 from tfmw.cli.reports import problems_of
 from tfmw.train.checkpoint.store import BackupStore
 from tfmw.train.saved_model import export
@@ -75,15 +74,9 @@ def test_other_directories_are_not_called_intact(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_the_command_ends_with_1_where_something_is_damaged(exported: Path, backups: Path) -> None:
     flip_a_bit(backups / "step_000000000002" / "record.json")
-    run = subprocess.run(
-        [sys.executable, "-m", "tfmw", "check", str(exported), str(backups)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 1
-    lines = run.stdout.splitlines()
+    status, output = run_command("tfmw", "check", exported, backups)
+    assert status == 1
+    lines = output.splitlines()
     assert lines[0] == f"intact: {exported}"
     assert lines[1].startswith("damaged: ")
     assert "step_000000000002" in lines[1]

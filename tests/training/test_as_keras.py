@@ -105,14 +105,14 @@ SCENARIOS = [
     "lengths_that_change",
     "generators_over_several_calls",
     "methods_of_the_class",
-    "a_fit_of_several_trainings",
-    "a_fit_that_calls_tfmw",
     "logs_computed_from_logs",
-    "predictions_without_one_shape",
     "pipelines_that_keep_something",
     "tasks_of_keras_hub",
 ]
 SCENARIOS_TOO = [
+    "a_fit_of_several_trainings",
+    "a_fit_that_calls_tfmw",
+    "predictions_without_one_shape",
     "order_resumed_within_an_epoch",
     "orders_of_several_calls",
     "replicas_without_an_example",

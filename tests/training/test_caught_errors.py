@@ -44,6 +44,7 @@ def test_after_an_error_of_one_task_the_next_call_says_so(run_cluster, tmp_path)
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_parameter_servers_are_usable_after_an_error(run_cluster, tmp_path):
     backups = str(tmp_path / "backups")
     run = run_cluster("caught_errors.py", "auto", "servers", backups, workers=1, ps=1)

@@ -55,10 +55,12 @@ NUMBERS = tf.data.Dataset.range(1000)
     ],
 )
 def test_the_slowest_stage_is_found(dataset: tf.data.Dataset, stage: str) -> None:
+    began = time.monotonic()
     found = datasets.slowest_stage(read(dataset))
     assert found is not None
     assert found[0] == stage
-    assert 0.004 < found[1] < 1.0
+    assert 0 < found[1] < time.monotonic() - began  # in seconds, of one element
+    assert stage == "ParallelMap" or found[1] >= 0.009  # it sleeps for 0.01 s
 
 
 def test_without_a_model_there_is_no_stage() -> None:

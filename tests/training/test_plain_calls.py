@@ -121,6 +121,7 @@ class Halved(keras.Sequential):
         return super().fit(x / 2, y, **rest)
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_a_plain_fit_trains_on_new_processes_with_data_prepared_once() -> None:
     def made() -> Any:

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tests.helpers.cases import every
+from tests.helpers.cases import cases, every
 from tests.helpers.cluster import ONE_THREAD
 from tfmw.compat import datasets
 from tfmw.errors import TaskFailed, UsageError
@@ -274,28 +274,32 @@ def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def results_on(two: Any) -> list[Any]:
+    """Results of calls on a model that changes between them."""
+    model, results = made(), []
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(4096, seed=1).batch(512)
+    for change in (lambda model: None, set_values, freeze):
+        change(model)
+        history = tfmw.fit(model, data, verbose=0, workers=two)
+        results += [history.history, model.get_weights()]
+    results.append(tfmw.evaluate(model, X, Y, verbose=0, workers=two))
+    results.append(tfmw.predict(model, X, verbose=0, workers=two))
+    np.testing.assert_allclose(results[-1], model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
+    return results
+
+
 @pytest.mark.process
-def test_calls_in_workers_that_stay_equal_those_in_new_processes(monkeypatch):
+@pytest.mark.parametrize("others", cases([[]], [[2]]), ids=["another model", "new processes"])
+def test_calls_in_workers_that_stay_equal_those_in_new_processes(monkeypatch, others):
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)
     with tfmw.Workers(2) as stay:
         processes = stay.run(own_process)
         assert [task for _, task in processes] == ["worker 0", "worker 1"]
-        results: list[list[Any]] = []
-        for two in (stay, 2):
-            model = made()
-            data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(4096, seed=1).batch(512)
-            results.append([])
-            for change in (lambda model: None, set_values, freeze):
-                change(model)
-                history = tfmw.fit(model, data, verbose=0, workers=two)
-                results[-1] += [history.history, model.get_weights()]
-            results[-1].append(tfmw.evaluate(model, X, Y, verbose=0, workers=two))
-            results[-1].append(tfmw.predict(model, X, verbose=0, workers=two))
-        tf.nest.map_structure(np.testing.assert_array_equal, *results)
-        np.testing.assert_allclose(
-            results[0][-1], model.predict(X, verbose=0), rtol=1e-5, atol=1e-6
-        )
+        model = made()
+        results = results_on(stay)
+        for two in (stay, *others):
+            tf.nest.map_structure(np.testing.assert_array_equal, results, results_on(two))
         assert stay.run(own_process) == processes
         with pytest.raises(TaskFailed, match="worker 1"):
             stay.run(die)

@@ -18,7 +18,7 @@ def _case(x: Any, y: Any = None, **options: Any) -> Case:
     return Case(compiled(mlp(), adam()), x, y, **options)
 
 
-@row("seeded shuffle, map, prefetch", core=True)
+@row("seeded shuffle, map, prefetch", core=True, nightly=True)
 def shuffled() -> Case:
     data = tf.data.Dataset.from_tensor_slices(numbers()).shuffle(20, seed=3)
     return _case(data.map(lambda x, y: (x * 2, y)).batch(BATCH).prefetch(2), predict=numbers()[0])

@@ -165,7 +165,7 @@ def _by_hand(kind: Any, **options: Any) -> Case:
     return Case(compiled(model, optimizer, metrics=None, **options), data)
 
 
-@row("sparse gradients clipped by hand, Adam")
+@row("sparse gradients clipped by hand, Adam", nightly=True)
 def sparse_clipped() -> Case:
     return _by_hand(ClippedByHand)
 

@@ -12,7 +12,7 @@ from tests.matrix.row import Case, row
 from tests.matrix.rows.common import adam, classes, compiled, mlp
 
 
-@row("steps_per_execution", core=True, fast=True)
+@row("steps_per_execution", core=True, nightly=True)
 def steps_per_execution() -> Case:
     return Case(compiled(mlp(), adam(), steps_per_execution=3), classes())
 
@@ -40,7 +40,7 @@ class _Compiles(keras.callbacks.Callback):
         assert self._seen >= self._functions, f"XLA compiled {self._seen} functions"
 
 
-@row("jit_compile", only=("two",))
+@row("jit_compile", only=("two",), nightly=True)
 def jit_compile() -> Case:
     # The gradients, and the update.
     ours = {"callbacks": [_Compiles(2)]}

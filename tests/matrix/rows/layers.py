@@ -110,7 +110,7 @@ def batch_norm() -> Case:
     return Case(compiled(_normalized(), adam()), classes())
 
 
-@row("BatchNormalization, synchronized", core=True, fast=True, tol=2e-5)
+@row("BatchNormalization, synchronized", core=True, nightly=True, tol=2e-5)
 def batch_norm_synchronized() -> Case:
     return Case(compiled(_normalized(synchronized=True), adam()), classes(), predict=None)
 

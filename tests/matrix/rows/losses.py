@@ -30,7 +30,7 @@ def _weights() -> Any:
     return np.random.default_rng(4).uniform(0, 3, EXAMPLES).astype("float32")
 
 
-@row("sample weights in the dataset", core=True, fast=True)
+@row("sample weights in the dataset", core=True, nightly=True)
 def sample_weights() -> Case:
     model = compiled(mlp(), adam(), weighted_metrics=["accuracy"])
     return Case(model, batches(*numbers(), 8, _weights()), predict=None)

@@ -27,7 +27,7 @@ def plain_adam() -> Case:
     return _with(optimizers.Adam(0.01, amsgrad=True))
 
 
-@row("AdamW", core=True, fast=True)
+@row("AdamW", core=True, nightly=True)
 def adamw() -> Case:
     return _with(optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3))
 
