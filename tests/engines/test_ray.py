@@ -321,7 +321,12 @@ def test_cluster_with_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                 assert "hello from 0" in logs
                 token.write_text("f" * 32)
                 refused = shell("logs", job, setting, status=2)
-                assert refused.startswith("tfmw: the Ray cluster refuses this process: ")
+                assert "tfmw: no Ray cluster was reached (" in refused
+                assert "or give this process the cluster's token" in refused
+                monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+                monkeypatch.setenv("HOME", str(tmp_path / "without a token"))
+                refused = shell("logs", job, setting, status=2)
+                assert "tfmw: the Ray cluster refuses this process: " in refused
             finally:
                 owner.stdin.close()
 

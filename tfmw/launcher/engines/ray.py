@@ -140,8 +140,8 @@ class Ray(Engine):
                 raise UsageError(f"the Ray cluster refuses this process: {error}") from error
             except ConnectionError as error:
                 raise UsageError(
-                    f"no Ray cluster was reached ({str(error).splitlines()[0]}): start one, or "
-                    "name it by RAY_ADDRESS or address=."
+                    f"no Ray cluster was reached ({str(error).splitlines()[0]}): start one, name "
+                    "it by RAY_ADDRESS or address=, or give this process the cluster's token."
                 ) from error
         return ray
 
