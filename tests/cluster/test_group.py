@@ -85,7 +85,27 @@ def test_tasks_agree_whether_they_have_failed_alike(workers: list[Any], alike: b
         assert in_threads(SIZE, work) == [alike] * SIZE
 
 
+def test_calls_are_made_again_for_a_worker_that_makes_them_now(
+    workers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first(member: Member) -> list[Any]:
+        return [member.from_all(member.rank), member.from_chief(lambda: "seed")]
+
+    def work(rank: int) -> Any:
+        member = Member(rank)
+        if rank == 1:
+            return first(member)
+        group.repeat([(False, rank), (True, "seed")], member)
+        return None
+
+    monkeypatch.setattr(group, "_made", [])
+    monkeypatch.setattr(group, "_calls", 0)
+    assert in_threads(SIZE, work)[1] == [[0, 1, 2], "seed"]
+
+
 def test_a_posted_value_is_read_until_its_task_is_lost(workers: list[Any]) -> None:
+    both_have_read = threading.Barrier(2)
+
     def work(rank: int) -> Any:
         member = Member(rank)
         if rank == 1:
@@ -93,6 +113,7 @@ def test_a_posted_value_is_read_until_its_task_is_lost(workers: list[Any]) -> No
             return None
         found = member.posted("part/1", 60.0)
         assert member.posted("part/2", 0.01) is None
+        both_have_read.wait(60)
         if rank == 0:
             workers[0]._lost(1, "gone")
         try:

@@ -8,7 +8,7 @@ import re
 from tests.helpers.cases import each
 from tests.helpers.cluster import ROOT
 
-ROWS = range(1, 44)
+ROWS = range(1, 45)
 
 
 def table(page):

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+
+from tfmw.launcher.failure import others_wait
+from tfmw.observe.progress import REJOINS, Progress
 
 
 @pytest.mark.process
@@ -12,3 +20,37 @@ def test_a_script_that_builds_its_own_cluster_gets_a_hint(run_cluster):
     assert "Could not start gRPC server" in line
     assert "train with tfmw.fit" in line
     assert "set TFMW_NO_INIT=1" in line
+
+
+def a_task(status: int | None = None, *, waits: bool = False, **attributes: Any) -> Any:
+    """A worker that trains, waits for a new one, or has ended with a status."""
+    progress = Progress(blocked_in=REJOINS if waits else "", replaceable=True)
+    return SimpleNamespace(
+        kind="worker", status=status, ended=math.inf, error=dict, progress=lambda: progress,
+        has_ended=lambda: status is not None, **attributes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("failed", "others", "expected"),
+    [
+        ([a_task(-9)], [a_task(waits=True), a_task(waits=True)], None),
+        ([a_task(-9), a_task(-9)], [a_task(waits=True)], None),
+        ([a_task(-9)], [a_task(waits=True), a_task()], True),  # it has not noticed yet
+        ([a_task(-9)], [], False),
+        ([a_task(-9)], [a_task(waits=True), a_task(0)], False),
+        ([a_task(1)], [a_task(waits=True)], False),  # it has failed by itself
+        ([a_task(-11)], [a_task(waits=True)], False),
+    ],
+)
+def test_others_wait_for_a_new_task(failed: list[Any], others: list[Any], expected: Any) -> None:
+    assert others_wait(failed, [*failed, *others]) is expected
+
+
+def test_others_that_do_not_wait_in_time_are_not_waited_for() -> None:
+    lost = a_task(-9)
+    lost.ended = time.monotonic() - 60.0
+    assert others_wait([lost], [lost, a_task()]) is False
+    lost = a_task(-9)
+    lost.progress = Progress  # its training needs all tasks to restart
+    assert others_wait([lost], [lost, a_task()]) is False

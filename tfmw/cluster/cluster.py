@@ -42,6 +42,9 @@ ROUNDS, MEMBER, MEMBERS = "TFMW_ROUNDS", "TFMW_MEMBER", "TFMW_MEMBERS"
 MAX_RESTARTS = "TFMW_MAX_RESTARTS"
 """Variable with the number of restarts that the launcher allows."""
 
+REPLACES = "TFMW_REPLACES"
+"""Variable of workers whose launcher replaces one that is lost, while the others wait for it."""
+
 ISOLATED = "TFMW_ISOLATED"
 """Variable that says whether the task is in a private network; unset if no one has chosen."""
 

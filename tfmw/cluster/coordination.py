@@ -122,6 +122,14 @@ class Coordination:
         for peer in self._peers.values():
             peer.close()
 
+    def close(self) -> None:
+        """Closes the connections; the other workers notice it."""
+        with self._lock:
+            self._left.update(self._peers)
+        self._failed.set()
+        for peer in self._peers.values():
+            peer.close()
+
     def fail(self, message: str) -> None:
         """Makes pending and later calls of all workers fail with a message."""
         job, _, index = self._names[self.rank].partition(" ")

@@ -17,7 +17,7 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,35 @@ _ROOT_CAUSE_S = 2.0  # time in which a failed task reports its error before it e
 
 _ALIKE_S = 10.0  # time in which all tasks must raise the same error
 
+_MOST_MADE = 100
+
+Made = tuple[bool, Any]
+"""A call: whether it was `from_chief`; then the chief's value, and otherwise that of this task."""
+
+_made: list[Made] = []  # the first calls of this process
 _calls = 0  # number of calls of this process; equal on all tasks, as they make the same calls
 _errors = itertools.count()  # numbers the errors that tasks compare
+
+
+def may_repeat() -> bool:
+    """Whether `repeat` can make all calls so far once more."""
+    return len(_made) == _calls
+
+
+def repeat(made: Sequence[Made], group: Group) -> None:
+    """Makes the first calls of this process once more, for a worker that makes them now."""
+    global _calls
+    _calls, _made[:] = 0, []
+    for is_chiefs, value in made:
+        if is_chiefs:
+            group.from_chief(functools.partial(_same, value))
+        else:
+            group.from_all(value)
+
+
+def calls_made() -> list[Made]:
+    """The calls so far; the first `_MOST_MADE` of them."""
+    return list(_made)
 
 
 class Group:
@@ -122,7 +149,7 @@ class Group:
             result = self._answered(lambda: coordination.current().get(key))
             if "error" in result:
                 raise UsageError(result["error"])
-            return result["value"]
+            return _noted(True, result["value"])
 
     def _publish(self, key: str, decide: Callable[[], Any]) -> Any:
         """Calls `decide`, and sends its result to the other tasks; on the chief."""
@@ -132,7 +159,7 @@ class Group:
         except UsageError as e:
             coordination.current().set(key, {"error": str(e)}, others)
             raise
-        return coordination.current().set(key, published, others)["value"]
+        return _noted(True, coordination.current().set(key, published, others)["value"])
 
     def _answered(self, call: Callable[[], Any]) -> Any:
         """The result of a call that waits for other tasks, as long as they are alive.
@@ -161,6 +188,7 @@ class Group:
         with leaving.shared_call():
             key = self._next_key()
             values: list[Any] = self._answered(lambda: coordination.current().gather(key, value))
+            _noted(False, value)
             return values
 
     def post(self, key: str, value: Any) -> None:
@@ -218,6 +246,17 @@ class Group:
                         f"{rank} has {remote.get(name)!r}. Run the same script with the same "
                         "arguments on every task."
                     )
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _noted(is_chiefs: bool, value: Any) -> Any:
+    """Keeps a call for `repeat`; returns the value."""
+    if len(_made) < _MOST_MADE:
+        _made.append((is_chiefs, value))
+    return value
 
 
 def _text(arrays: dict[str, np.ndarray], name: str) -> str:

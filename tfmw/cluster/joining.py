@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import importlib
 import logging
 import os
@@ -253,13 +254,9 @@ def _join_multi_worker(
 ) -> None:
     _require_not_started()
     facts = {**common_versions(), "collectives": collectives}
-    channels = rendezvous.meet(cluster, facts, timeout_s=start_timeout_s)
-    with without_collection():
-        from tfmw.cluster import coordination
-        from tfmw.cluster.group import Group
+    _meet(cluster, facts, start_timeout_s)
+    from tfmw.cluster.group import Group
 
-    names = list(cluster.tasks("chief", "worker"))
-    coordination.use(coordination.Coordination(cluster.rank, names, channels))
     _bound_threads()
     options = communication_options(collectives, bytes_per_pack, timeout_s)
     over_grpc = collectives in GRPC
@@ -272,6 +269,7 @@ def _join_multi_worker(
         over_grpc = True
     make = _over_grpc if over_grpc else _over_ring
     joined = JoinedCluster(cluster, make, options, collectives=collectives)
+    joined.rejoin = functools.partial(_meet, cluster, facts, start_timeout_s)
     if over_grpc:
         joined.made = _over_grpc(joined)
     else:
@@ -281,6 +279,16 @@ def _join_multi_worker(
     _end_at_sigterm()
     membership.end_together(cluster)
     logger.info("%r: in, %d workers", cluster, cluster.num_workers)
+
+
+def _meet(cluster: Cluster, facts: Mapping[str, str], timeout_s: float) -> None:
+    """Connects to the other workers."""
+    channels = rendezvous.meet(cluster, facts, timeout_s=timeout_s)
+    with without_collection():
+        from tfmw.cluster import coordination
+
+    names = list(cluster.tasks("chief", "worker"))
+    coordination.use(coordination.Coordination(cluster.rank, names, channels))
 
 
 def _has_other_devices() -> bool:

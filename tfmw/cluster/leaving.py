@@ -62,6 +62,11 @@ def shared_call() -> Iterator[None]:
         _calls.since = None
 
 
+def begin_again() -> None:
+    """Counts the shared calls from 0, as a new worker does."""
+    _calls.completed = 0
+
+
 def calls() -> int:
     """The number of shared calls that this process has completed."""
     return _calls.completed

@@ -47,6 +47,9 @@ class JoinedCluster:
     # further call is possible:
     positions: list[Callable[[], Any]] = dataclasses.field(default_factory=list)
 
+    # Meets the other workers again, one of whom is new.
+    rejoin: Callable[[], object] = lambda: None
+
     made: tf.distribute.Strategy | None = None  # the strategy, once it is made
 
     @property

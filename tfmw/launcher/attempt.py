@@ -25,13 +25,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tfmw.cluster.cluster import MAX_RESTARTS, MEMBER
+from tfmw.cluster.cluster import MAX_RESTARTS, MEMBER, REPLACES
 from tfmw.cluster.signals import Signals
 from tfmw.cluster.sockets import reserved_ports
 from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher import run_files
 from tfmw.launcher.environment import gpu_note, visible_devices
-from tfmw.launcher.failure import Diagnosis, Failure
+from tfmw.launcher.failure import Diagnosis, Failure, others_wait
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display, OutputPump
 from tfmw.launcher.process import Task, divisions
@@ -128,6 +128,10 @@ class Attempt:
             task.division = self.before.get(task.name, first)
         kinds = {kind for kind, _ in self.layout} if self.cluster is None else set(self.cluster)
         self._has_ps = "ps" in kinds
+        # Whether a lost worker is replaced while the others wait for it.
+        run, several = self.context.run, [kind for kind, _ in self.layout].count("worker") > 1
+        here = several and self.cluster is None and run.payload is None and not self._has_ps
+        self._replaces = here and self._options.max_restarts > 0 and not self._options.elastic
         self._replaced: list[Task] = []  # ended tasks that were restarted alone
         # Task -> time to restart it alone; infinity: not decided yet.
         self._due: dict[str, float] = {}
@@ -196,6 +200,7 @@ class Attempt:
                 **place,
                 "TFMW_LOCAL_TASKS": str(len(self.tasks)),
                 "TFMW_LOCAL_RANK": str(rank),
+                **({REPLACES: "1"} if self._replaces else {}),
                 **visible_devices(training, len(workers), self._env),
                 **self.env,
             }
@@ -238,13 +243,20 @@ class Attempt:
         if time.monotonic() >= self._leave_by or self._served_out():
             return True
         hung = self._find_hung()
-        if hung is not None and self._options.elastic:
-            # Only this task is killed: the others wait for it in their round.
-            self.context.display.line(f"tfmw: {hung.task} is killed: {hung.reason}")
-            next(task for task in self.tasks if task.name == hung.task).signal(signal.SIGKILL)
+        if hung is not None and self._killed_alone(hung):
             return False
         self._hung = hung
         return hung is not None
+
+    def _killed_alone(self, hung: HungTask) -> bool:
+        """Kills a task that hangs, if the others wait for it, or for a new one in its place."""
+        task = next(task for task in self.tasks if task.name == hung.task)
+        stopped = self._replaces and hung.external and task.progress().replaceable
+        if not (self._options.elastic or stopped):
+            return False
+        self.context.display.line(f"tfmw: {hung.task} is killed: {hung.reason}")
+        task.signal(signal.SIGKILL)
+        return True
 
     def _waits_for_state(self) -> bool:
         """Whether a signal to the launcher makes tasks save their state."""
@@ -367,7 +379,9 @@ class Attempt:
             return False
         elastic = self._options.elastic
         if not all(restarts_alone(task.kind, self._has_ps, elastic) for task in failed):
-            return False
+            decided = others_wait(failed, self.tasks) if self._replaces else False
+            if decided is not None:
+                return decided
         for task in failed:
             if not task.has_ended():  # it is exiting, and is killed if that takes too long
                 record = task.error()
@@ -382,7 +396,7 @@ class Attempt:
             if not allowed:
                 return False
             self._replace(task)
-            trained = elastic and failure.external and failure.step >= 0
+            trained = (elastic or self._replaces) and failure.external and failure.step >= 0
             delay_s = 0.0 if trained else backoff_s(task.restart)
             self._due[task.name] = time.monotonic() + delay_s
             self.context.display.line(

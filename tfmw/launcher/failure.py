@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from tfmw.errors import PREEMPTED
 from tfmw.launcher.output import without_notices
 from tfmw.launcher.process import Task
 from tfmw.launcher.watchdog import HungTask
+from tfmw.observe.progress import REJOINS
+
+REJOIN_S = 5.0
+"""Seconds in which the others must notice the end of a task, if they are to wait for a new one."""
 
 MAX_LENGTH = 1000
 """Maximum length of a message; the task's log has all of it."""
@@ -260,3 +265,16 @@ def _without_frames(lines: list[str]) -> list[str]:
         if not in_frames:
             kept.append(line)
     return kept
+
+
+def others_wait(failed: Sequence[Task], tasks: Sequence[Task]) -> bool | None:
+    """Whether an attempt continues; None: the others wait for new tasks in place of the failed."""
+    others = [task for task in tasks if task not in failed and task.kind != "evaluator"]
+    killed = all(not task.error() and is_external(task.status, None) for task in failed)
+    if not killed or not others or any(task.has_ended() for task in others):
+        return False
+    if all(task.progress().blocked_in == REJOINS for task in others):
+        return None
+    if not all(task.progress().replaceable for task in failed):
+        return False
+    return time.monotonic() < max(task.ended for task in failed) + REJOIN_S

@@ -31,8 +31,11 @@ NOT_UP, UP, JOINED = -3, -2, -1
 AT_THE_END = "the wait for other tasks"
 """The blocking call of a task that is done: it waits for other tasks without limit."""
 
+REJOINS = "the wait for a new worker"
+"""The blocking call of a worker that has lost another one, and waits for its replacement."""
+
 # The fields of `Progress`, with the values of the last one
-_LAYOUT = struct.Struct(f"=qq32sd{len(Division().values())}d")
+_LAYOUT = struct.Struct(f"=qq32sd?{len(Division().values())}d")
 
 # blocking call -> part of the run's time
 _PARTS = {"backup": "backups", "export": "export", "tracing": "compile"}
@@ -47,20 +50,22 @@ class Progress(NamedTuple):
     reports: int = 0  # number of reports so far
     blocked_in: str = ""  # name of the current blocking call; "" for none
     steps_per_s: float = 0.0  # rate of its last training steps; 0.0: unknown
+    replaceable: bool = False  # whether other workers wait for a new one if this one is lost
     division: Division = Division()  # division of the run's time
 
     def packed(self) -> bytes:
         """The report as bytes of the file."""
         name = self.blocked_in.encode()
         values = self.division.values()
-        return _LAYOUT.pack(self.step, self.reports, name, self.steps_per_s, *values)
+        numbers = self.step, self.reports, name, self.steps_per_s, self.replaceable
+        return _LAYOUT.pack(*numbers, *values)
 
     @classmethod
     def unpacked(cls, data: bytes) -> Progress:
         """The inverse of `packed`. Raises struct.error if there are too few bytes."""
-        step, reports, blocked_in, rate, *values = _LAYOUT.unpack(data)
+        step, reports, blocked_in, rate, replaceable, *values = _LAYOUT.unpack(data)
         name = blocked_in.rstrip(b"\0").decode("utf-8", "replace")
-        return cls(step, reports, name, rate, Division.of(values))
+        return cls(step, reports, name, rate, replaceable, Division.of(values))
 
 
 class _Reporter:
@@ -71,6 +76,7 @@ class _Reporter:
         self._file = -1
         self._last = Progress()
         self._marks = [(0.0, -1), (0.0, -1)]  # two earlier reports: monotonic seconds, step
+        self.replaceable = False
         self.blocking_calls: list[str] = []  # current blocking calls of all threads
 
     def report(self, step: int | None = None) -> None:
@@ -86,6 +92,7 @@ class _Reporter:
             last.reports + 1,
             self.blocking_calls[-1] if self.blocking_calls else "",
             last.steps_per_s if step is None else self._rate(step),
+            self.replaceable,
             goodput.division(),
         )
         with contextlib.suppress(OSError):  # a full disk must not end the training
@@ -132,6 +139,12 @@ def report_progress(step: int) -> None:
 
 def report_alive() -> None:
     """Reports progress within a training step, for example in validation."""
+    _reporter.report()
+
+
+def report_replaceable(value: bool) -> None:
+    """Reports whether the other workers wait for a new one if this one is lost."""
+    _reporter.replaceable = value
     _reporter.report()
 
 

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfmw import data
-from tfmw.cluster import membership
+from tfmw.cluster import group, membership
 from tfmw.cluster.cluster import MAX_RESTARTS
 from tfmw.compat.model_methods import is_overridden
 from tfmw.errors import UsageError
@@ -36,7 +37,9 @@ from tfmw.train.local_sgd.round_client import RoundClient
 from tfmw.train.local_sgd.rounds import Rounds
 from tfmw.train.local_sgd.sync_settings import settings_of
 from tfmw.train.loop import TrainingLoop
+from tfmw.train.mirrored.collectives import connection
 from tfmw.train.mirrored.one_pass import validate_as_user, validate_here
+from tfmw.train.mirrored.peer_state import PeerState, may_rejoin
 from tfmw.train.mirrored.sync_training import MirroredTraining
 from tfmw.train.mirrored.synchronization import EachStep
 from tfmw.train.parameter_server.ps_training import ParameterServerTraining
@@ -66,6 +69,9 @@ class Plan:
         self._context = FitContext.of(arguments.model, arguments.strategy, "fit")
         self._servers = strategies.servers_of(self._context.strategy)
         self._sync = settings_of(arguments)
+        # The calls that a new worker makes until it is here.
+        self._made = group.calls_made() if self._may_rejoin() else None
+        self._peers: PeerState | None = None
         self._rounds = RoundClient.of_environment(os.environ)
         if self._rounds is None and self._sync is not None and self._sync.elastic:
             raise UsageError(
@@ -79,9 +85,22 @@ class Plan:
             )
 
     def run(self) -> keras.callbacks.History:
-        """Trains the model."""
+        """Trains the model; after the loss of a worker, together with its replacement."""
         if membership.is_evaluator():
             return self._evaluate_beside()
+        lost = False
+        while True:
+            try:
+                if lost and self._made is not None:
+                    connection.rejoin(self._made)
+                return self._run()
+            except tf.errors.UnavailableError as e:
+                if self._made is None or self._peers is None or not self._peers.may_go_on():
+                    raise
+                lost = True
+                logger.warning("%s; waits for a new worker", e.message)
+
+    def _run(self) -> keras.callbacks.History:
         arguments = self._arguments
         with self._entered() as (context, backups):
             training = self._training(context, backups)
@@ -114,10 +133,24 @@ class Plan:
             return
         if self._arguments.backup is None and self._context.group.is_chief:
             _warn_of_restarts(os.environ.get(MAX_RESTARTS, "0"))
+        if self._made is not None:
+            kept = None if self._peers is None else self._peers.kept
+            self._peers = PeerState(self._context.group, self._context.strategy, kept)
+            with self._peers:
+                yield self._context, self._peers
+            return
         with Backups(self._context.group, self._arguments.backup) as backups:
             yield self._context, backups
 
     # ------------------------------------------------------------ what is chosen
+
+    def _may_rejoin(self) -> bool:
+        """Whether this training can continue after the loss of a worker, without a restart."""
+        arguments = self._arguments
+        sources = (arguments.source, arguments.validation_source)
+        again = all(s is None or not (s.is_read_once or s.is_function()) for s in sources)
+        plain = arguments.backup is None and self._sync is None and again
+        return plain and may_rejoin(self._context.strategy) and group.may_repeat()
 
     def _training(self, context: FitContext, backups: Backups) -> Training:
         """The driver, with sharded data and a built model."""

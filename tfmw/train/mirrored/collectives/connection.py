@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfmw.cluster import coordination, membership
+from tfmw.cluster import coordination, group, leaving, membership
 from tfmw.cluster.group import Group
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.compat.connected_strategy import ConnectedStrategy
 from tfmw.errors import TfmwError
+from tfmw.observe.progress import REJOINS, blocking_call
 from tfmw.train.mirrored.collectives import hierarchy, listener, ring
 from tfmw.train.mirrored.collectives.all_reduce import AllReduce, RingBroken
 from tfmw.train.mirrored.collectives.hierarchy import HIERARCHY
@@ -44,6 +46,37 @@ def joined_ring(joined: JoinedCluster) -> AllReduce | None:
     return _ring
 
 
+def is_over_ring(strategy: tf.distribute.Strategy) -> bool:
+    """Whether a strategy of workers sums gradients over their ring."""
+    return isinstance(strategy, ConnectedStrategy)
+
+
+def is_connected() -> bool:
+    """Whether the workers have connected their ring."""
+    return _ring is not None
+
+
+def rejoin(made: Sequence[group.Made]) -> None:
+    """Meets the other workers again, after the loss of one; the next use connects a new ring.
+
+    Args:
+        made: the calls of `Group` that a new worker makes until it is where this one is.
+    """
+    global _ring
+    joined = membership.joined()
+    assert joined is not None
+    with blocking_call(REJOINS):
+        coordination.current().close()
+        if _ring is not None:
+            _ring.close()
+        _ring = None
+        joined.strategy.extended._transport.cache_clear()
+        joined.positions.clear()
+        leaving.begin_again()
+        joined.rejoin()
+        group.repeat(made, Group.of_cluster(joined.cluster))
+
+
 def another_ring(strategy: tf.distribute.Strategy) -> AllReduce | None:
     """A second ring between the same workers, for collectives during those of the first one.
 
@@ -57,20 +90,20 @@ def another_ring(strategy: tf.distribute.Strategy) -> AllReduce | None:
 
 
 def _connect(joined: JoinedCluster) -> AllReduce:
-    group = Group.of_cluster(joined.cluster)
+    workers = Group.of_cluster(joined.cluster)
     machine = None if os.environ.get(HIERARCHY) == "0" else listener.machine()
-    key = membership.training_key(group.from_chief)
+    key = membership.training_key(workers.from_chief)
     join = functools.partial(
         ring.connect,
-        group.rank,
+        workers.rank,
         joined.hosts,
         key,
-        group.from_all,
+        workers.from_all,
         timeout_s=joined.options.timeout_seconds,
     )
-    machines = [None if m is None else tuple(m) for m in group.from_all(machine)]
+    machines = [None if m is None else tuple(m) for m in workers.from_all(machine)]
     try:
-        connected = hierarchy.connect(group.rank, machines, join)
+        connected = hierarchy.connect(workers.rank, machines, join)
     except RingBroken as e:
         raise TfmwError(
             f"workers cannot sum gradients: {e}. Let workers connect to each other on any TCP "

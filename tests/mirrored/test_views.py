@@ -1,0 +1,274 @@
+"""Every interleaving of deaths and messages of three workers, while steps and views change.
+
+The explorer walks through all states that the workers can reach. A worker may die in each of them,
+and messages that it has sent may arrive or be lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from tfmw.train.mirrored.peer_state import most_advanced
+
+SIZE = 3
+
+
+class View(NamedTuple):
+    """A set of connections between all workers."""
+
+    number: int
+    source: int | None  # rank of the worker whose state is taken; None: nobody has a state
+    step: int  # step of that state
+
+
+class Hello(NamedTuple):
+    """The knowledge of a worker that joins the next view."""
+
+    view: int  # number of the last view that it was in; 0: none
+    step: int | None  # step of its state; None: it has no state
+
+
+Decide = Callable[[Sequence[Hello]], View]
+
+
+def next_view(hellos: Sequence[Hello]) -> View:
+    source = most_advanced([hello.step for hello in hellos])
+    step = None if source is None else hellos[source].step
+    return View(1 + max(hello.view for hello in hellos), source, step or 0)
+
+
+class Worker(NamedTuple):
+    """A worker: dead, between two views, or in one."""
+
+    alive: bool = True
+    last: int = 0  # number of the last view that it was in
+    view: View | None = None
+    says_hello: bool = False
+    step: int | None = None  # number of steps of its state
+    sent: bool = False  # whether it has contributed to the next step
+    got: frozenset[int] = frozenset()  # ranks whose contributions to that step it has
+
+
+class Message(NamedTuple):
+    """A contribution to the sum of a step, or a state, if `is_state`."""
+
+    sender: int
+    receiver: int
+    view: int
+    step: int
+    is_state: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The state of all workers and of all connections between them."""
+
+    workers: tuple[Worker, ...]
+    messages: frozenset[Message] = frozenset()
+    # the replies to all hellos that are on their way, by rank
+    replies: frozenset[tuple[int, View]] = frozenset()
+    deaths: int = 0  # number of workers that have died
+    steps: int = 1  # number of steps of the training
+
+    def with_worker(self, rank: int, **changes: Any) -> State:
+        workers = list(self.workers)
+        workers[rank] = workers[rank]._replace(**changes)
+        return dataclasses.replace(self, workers=tuple(workers))
+
+    def with_messages(self, add: Sequence[Message] = (), remove: Sequence[Message] = ()) -> State:
+        return dataclasses.replace(self, messages=(self.messages | set(add)) - set(remove))
+
+
+def moves(state: State, decide: Decide) -> Iterator[State]:
+    """All states that follow, without a death."""
+    for rank, worker in enumerate(state.workers):
+        if not worker.alive:
+            yield state.with_worker(rank, alive=True)  # a replacement without a state
+        elif worker.view is None:
+            if not worker.says_hello and rank not in dict(state.replies):
+                yield state.with_worker(rank, says_hello=True)
+        elif is_broken(state, rank):
+            yield left(state, rank)
+        else:
+            yield from steps_of(state, rank, worker)
+    if all(worker.alive and worker.says_hello for worker in state.workers):
+        view = decide([Hello(worker.last, worker.step) for worker in state.workers])
+        met = state
+        for rank in range(SIZE):
+            met = met.with_worker(rank, says_hello=False)
+        yield dataclasses.replace(met, replies=frozenset((rank, view) for rank in range(SIZE)))
+    for rank, view in state.replies:
+        yield entered(state, rank, view)
+    for message in state.messages:
+        yield from received(state, message)
+
+
+def is_broken(state: State, rank: int) -> bool:
+    """Whether a connection of this worker's view is closed."""
+    view = state.workers[rank].view
+    enter = {other for other, reply in state.replies if reply == view}
+    return any(
+        worker.view != view and other not in enter for other, worker in enumerate(state.workers)
+    )
+
+
+def left(state: State, rank: int) -> State:
+    """The worker closes its connections; its messages may still arrive."""
+    return state.with_worker(rank, view=None, sent=False, got=frozenset())
+
+
+def entered(state: State, rank: int, view: View) -> State:
+    state = dataclasses.replace(state, replies=state.replies - {(rank, view)})
+    state = state.with_worker(rank, view=view, last=view.number)
+    if rank == view.source:
+        others = [other for other in range(SIZE) if other != rank]
+        return state.with_messages(
+            [Message(rank, other, view.number, view.step, is_state=True) for other in others]
+        )
+    return state
+
+
+def steps_of(state: State, rank: int, worker: Worker) -> Iterator[State]:
+    """A worker with the state of the view, or a later one, contributes, and updates its weights."""
+    view = worker.view
+    assert view is not None
+    if worker.step is None or worker.step < view.step or worker.step == state.steps:
+        return
+    if not worker.sent:
+        others = [other for other in range(SIZE) if other != rank]
+        sent = [Message(rank, other, view.number, worker.step) for other in others]
+        got = worker.got | {rank}
+        yield state.with_worker(rank, sent=True, got=got).with_messages(sent)
+    elif len(worker.got) == SIZE:
+        yield state.with_worker(rank, step=worker.step + 1, sent=False, got=frozenset())
+
+
+def received(state: State, message: Message) -> Iterator[State]:
+    """The message is lost with its connection, or handled."""
+    worker, sender = state.workers[message.receiver], state.workers[message.sender]
+    rest = state.with_messages(remove=[message])
+    if worker.view is None or worker.view.number != message.view:
+        return  # it has not entered the view yet
+    if sender.view is None or sender.view.number != message.view:
+        yield rest
+    if message.is_state:
+        behind = worker.step is None or worker.step < message.step
+        yield rest.with_worker(message.receiver, step=message.step) if behind else rest
+    elif worker.step == message.step:
+        yield rest.with_worker(message.receiver, got=worker.got | {message.sender})
+
+
+def without_late_messages(state: State) -> State:
+    """Drops the messages of a view that the receiver has left; its connections are closed."""
+    kept = {
+        m
+        for m in state.messages
+        if state.workers[m.receiver].alive
+        and (state.workers[m.receiver].view is not None or state.workers[m.receiver].last < m.view)
+    }
+    return dataclasses.replace(state, messages=frozenset(kept))
+
+
+def deaths(state: State, most: int) -> Iterator[State]:
+    for rank, worker in enumerate(state.workers):
+        if worker.alive and state.deaths < most:
+            died = state.with_worker(rank, **Worker(alive=False)._asdict())
+            replies = frozenset(reply for reply in state.replies if reply[0] != rank)
+            yield dataclasses.replace(died, deaths=state.deaths + 1, replies=replies)
+
+
+def has_state(state: State) -> bool:
+    return any(worker.step is not None for worker in state.workers)
+
+
+def require_right(before: State, after: State) -> None:
+    """Checks a transition: a step is made for all or for none, and no state is of another step."""
+    for old, new in zip(before.workers, after.workers, strict=True):
+        if old.alive and new.alive and old.step is not None and new.step is not None:
+            assert new.step >= old.step, "a worker has lost a step"
+    for view in {worker.view for worker in after.workers if worker.view is not None}:
+        members = [worker for worker in after.workers if worker.view == view]
+        own = [w.step for w in members if w.step is not None and w.step >= view.step]
+        assert max(own, default=0) - min(own, default=0) <= 1, "a step was made without a worker"
+        assert all(worker.step is None or worker.step >= view.step - 1 for worker in members)
+
+
+def explored(decide: Decide, steps: int = 1, most: int = 1) -> dict[State, list[State]]:
+    """Every reachable state, and those that follow it without a death.
+
+    Args:
+        most: number of workers that may die.
+    """
+    found: dict[State, list[State]] = {}
+    waiting = [State(tuple(Worker(step=0) for _ in range(SIZE)), steps=steps)]
+    while waiting:
+        state = waiting.pop()
+        if state in found:
+            continue
+        found[state] = [without_late_messages(after) for after in moves(state, decide)]
+        every = [*found[state], *map(without_late_messages, deaths(state, most))]
+        for after in every:
+            require_right(state, after)
+        waiting += every
+    return found
+
+
+def stuck(found: dict[State, list[State]]) -> set[State]:
+    """States from which the training can't end, though no worker dies any more."""
+    before: dict[State, list[State]] = {state: [] for state in found}
+    for state, every in found.items():
+        for after in every:
+            before[after].append(state)
+    ended = [s for s in found if all(w.step == s.steps for w in s.workers) or not has_state(s)]
+    reached = set(ended)
+    while ended:
+        for state in before[ended.pop()]:
+            if state not in reached:
+                reached.add(state)
+                ended.append(state)
+    return set(found) - reached
+
+
+@pytest.mark.parametrize(
+    ("steps", "most"),
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.nightly),
+        pytest.param(1, 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_step_is_made_for_all_or_for_none_whoever_dies_whenever(steps: int, most: int) -> None:
+    found = explored(next_view, steps, most)
+    assert not stuck(found)
+    assert any({worker.step for worker in state.workers} == {None, 0, 1} for state in found)
+
+
+def least_advanced(hellos: Sequence[Hello]) -> View:
+    view = next_view(hellos)
+    steps = [hello.step for hello in hellos if hello.step is not None]
+    if not steps:
+        return view
+    return View(view.number, [hello.step for hello in hellos].index(min(steps)), min(steps))
+
+
+def without_a_new_number(hellos: Sequence[Hello]) -> View:
+    return next_view(hellos)._replace(number=1)
+
+
+@pytest.mark.parametrize("wrong", [least_advanced, without_a_new_number])
+def test_the_exploration_finds_wrong_protocols(wrong: Decide) -> None:
+    try:
+        found = explored(wrong)
+    except AssertionError:
+        return
+    assert stuck(found)
+
+
+def test_the_most_advanced_state_is_taken() -> None:
+    assert most_advanced([41, 42, None, 42]) == 1
+    assert most_advanced([0, 0]) == 0
+    assert most_advanced([None, None]) is None

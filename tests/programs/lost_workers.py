@@ -1,0 +1,69 @@
+"""Trains by model.fit: lost_workers.py arrays|dataset [kill|stop:WORKER:EPOCH:STEP...].
+
+Workers end as told. Each of these happens once: a file says that it has.
+"""
+
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmw
+from tests.programs._result import write
+
+folder, index = Path(os.environ["TFMW_RESULT"]), int(os.environ["TFMW_TASK"].split()[1])
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+class Ends(keras.callbacks.Callback):
+    """Ends this process in the middle of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+        self.seen: list[float] = []  # state of a callback, which a new worker continues
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(float(logs["loss"]))
+        for what in sys.argv[2:]:
+            how, *when = what.split(":")
+            done = folder / what.replace(":", "_")
+            if when == [str(index), str(self.epoch), str(batch)] and not done.exists():
+                done.touch()
+                os.kill(os.getpid(), SIGNALS[how])
+
+
+keras.utils.set_random_seed(3)
+layers = keras.layers
+model = keras.Sequential([keras.Input((6,)), layers.Dense(16), layers.BatchNormalization()])
+model.add(layers.Dropout(0.3))
+model.add(layers.Dense(3))
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+random = np.random.default_rng(0)
+x, y = random.normal(size=(83, 6)).astype("f"), random.integers(0, 3, 83)
+ends = Ends()
+data: dict[str, Any] = {"x": x, "y": y, "batch_size": 12}
+if sys.argv[1] == "dataset":
+    data = {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50).batch(12)}
+history = model.fit(**data, epochs=4, verbose=0, callbacks=[ends], validation_data=(x[:20], y[:20]))
+score = tfmw.evaluate(model, x, y, verbose=0)
+state = [*model.get_weights(), *(np.asarray(v.value) for v in model.optimizer.variables)]
+write(
+    {
+        "pid": os.getpid(),
+        "state": hashlib.sha256(b"".join(value.tobytes() for value in state)).hexdigest(),
+        "history": history.history,
+        "seen": ends.seen,
+        "score": score,
+    }
+)
