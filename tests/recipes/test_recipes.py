@@ -246,7 +246,7 @@ def test_recipes_in_a_bucket_on_two_workers_killed_three_times(
             for name in (*names, f"test.{kind}"):
                 tfmw.data.from_tars(f"{folder}/{name}", ["png", "cls"], index_dir=f"{folder}/index")
         server.sent_to.clear()
-        undisturbed = run(folder, "undisturbed")
+        undisturbed = run(folder, "whole")
         read = {server.sent_to[f"worker-{index}"] for index in (0, 1)}
         killed = run(folder, "killed", kills="1:5,0:14,1:23", restarts=3)
     assert [worker["attempt"] for worker in killed] == [3, 3], killed.output
