@@ -39,6 +39,7 @@ _SOURCES = {
     "tfmw.train.saved_model": ("export", "verify_export"),
     "tfmw.train.calls": ("evaluate", "fit", "predict"),
     "tfmw.train.local_sgd.sync_settings": ("DiLoCo", "LocalSGD"),
+    "tfmw.train.mirrored.collectives.transports": ("connected_strategy",),
     "tfmw.train.batch_calls": ("predict_on_batch", "test_on_batch", "train_on_batch"),
     "tfmw.train.workers": ("Workers",),
     "tfmw.observe.progress": ("report_progress",),

@@ -162,9 +162,10 @@ def note_undocumented(app: Sphinx, env: Any) -> None:
 
 
 def add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Adds the navigation of the site at the end of its first page."""
+    """Adds the navigation to the first page, without its badges: the site loads nothing."""
     if docname != app.config.root_doc:
         return
+    source[0] = re.sub(r"^!\[.*\]\(https://img\.shields\.io/.*\)\n", "", source[0], flags=re.M)
     for caption, pages in app.config.navigation.items():
         tree = ["```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```"]
         source[0] += "\n\n" + "\n".join(tree) + "\n"

@@ -302,11 +302,8 @@ def _has_other_devices() -> bool:
 
 def _over_ring(joined: JoinedCluster) -> tf.distribute.Strategy:
     """The strategy of synchronous workers over tfmw's own ring."""
-    # of a room above this one
-    transports = importlib.import_module("tfmw.train.mirrored.collectives.transports")
-    strategy: tf.distribute.Strategy = transports.connected_strategy(
-        joined, _resolver(joined.cluster)
-    )
+    make = importlib.import_module("tfmw").connected_strategy  # of a room above this one
+    strategy: tf.distribute.Strategy = make(joined, _resolver(joined.cluster))
     return strategy
 
 
