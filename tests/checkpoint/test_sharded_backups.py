@@ -45,9 +45,9 @@ class Task:
     def post(self, key: str, value: Any) -> None:
         self._posts.values[key] = value
 
-    def posted(self, key: str, rank: int, wait_s: float) -> Any:
+    def posted(self, key: str, wait_s: float) -> Any:
         if self._posts.gone:
-            raise OSError(f"worker {rank} was lost")
+            raise OSError("worker 1 was lost")
         return self._posts.values.get(key)
 
     def forget(self, key: str) -> None:

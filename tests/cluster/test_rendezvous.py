@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from tests.helpers.cases import cases, each
 from tests.helpers.cluster import PROGRAMS, ROOT
 from tests.helpers.threads import in_threads
 from tfmw.cluster import Cluster, rendezvous
+from tfmw.cluster import addresses as cluster_addresses
 
 FACTS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
 
@@ -48,6 +49,12 @@ def meet(*tasks: tuple[str, dict[str, str]], timeout_s: float = 30) -> list[dict
         {"error": "" if e is None else str(e), "type": "" if e is None else type(e).__name__}
         for e in errors
     ]
+
+
+def free_to_listen(address: str) -> Callable[[str], socket.socket]:
+    """`addresses.listen`, for which the port of one address is never taken."""
+    listen = cluster_addresses.listen
+    return lambda to: socket.socket() if to == address else listen(to)
 
 
 @pytest.fixture
@@ -85,7 +92,9 @@ def test_row_22_an_address_that_differs_is_named(addresses):
         )
 
 
-def test_two_tasks_with_one_index_raise(addresses):
+def test_two_tasks_with_one_index_raise(addresses, monkeypatch):
+    # They are on two machines: on one, the second may find its port taken.
+    monkeypatch.setattr(cluster_addresses, "listen", free_to_listen(addresses[1]))
     results = meet(*((config(i, addresses), FACTS) for i in (0, 1, 1)))
     said = [r["error"] for r in results if "two tasks are" in r["error"]]
     assert said

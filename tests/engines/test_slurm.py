@@ -133,7 +133,7 @@ class TestSlurm(FromAShell, Contract):
         job.forget()
 
     def test_node_range_has_one_task_on_each_node(self, engine: Slurm) -> None:
-        with pytest.raises(UsageError, match=r"received nodes=2 and workers=\(1, 2\): "):
+        with pytest.raises(UsageError, match="received nodes=2 and a range of 1 to 2 tasks: "):
             tfmw.submit(print, (), (1, 2), on=engine)
 
     def test_refused_job_says_why(self, engine: Slurm) -> None:

@@ -155,6 +155,7 @@ def downloads(run_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Any
             f"http://{address}:{plain}",
             f"https://{address}:{tls}",
             str(local),
+            options=["--isolate", "on"],
             env={
                 **dict.fromkeys(authorities, cert),
                 "http_proxy": proxy_url,

@@ -317,6 +317,8 @@ def _over_grpc(joined: JoinedCluster) -> tf.distribute.Strategy:
     from tfmw.compat import runtime
 
     tasks = joined.cluster.tasks("chief", "worker")
+    hosts = {addresses.split(address)[0] for address in tasks.values()}
+    os.environ.setdefault("no_grpc_proxy", ",".join(sorted(hosts)))  # a user's proxy cannot help
     jobs = collections.Counter(name.partition(" ")[0] for name in tasks)
     leader = f"/job:{'chief' if 'chief' in jobs else 'worker'}/replica:0/task:0"
     runtime.configure_coordination(dict(jobs), leader)

@@ -165,7 +165,12 @@ def build_all(model: keras.Model, spec: Any) -> None:
         if alone and _updates_its_weights_only(model):
             optimizer.build(model.trainable_variables)
         else:
-            _trace_step(model, spec)
+            try:
+                _trace_step(model, spec)
+            except Exception:
+                if not model.run_eagerly:
+                    raise
+                own_step = False  # it reads values, so Keras builds the model from its inputs
     if not own_step or not all(part is None or part.built for part in compiled):
         hidden = [(model, "optimizer", None)] if own_step else []
         try:

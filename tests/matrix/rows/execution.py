@@ -74,6 +74,26 @@ def run_eagerly() -> Case:
     return Case(compiled(mlp(), adam(), run_eagerly=True), classes(20))
 
 
+class ReadsValues(keras.Model):
+    """Reads a value in its step, which a graph would not allow; built by its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+    def train_step(self, data: Any) -> Any:
+        assert float(tf.norm(data[0])) > 0
+        return super().train_step(data)
+
+
+@row("run_eagerly, a step that reads values", only=("devices", "two"))
+def run_eagerly_reads_values() -> Case:
+    return Case(compiled(ReadsValues(), adam(), run_eagerly=True), classes(20))
+
+
 @row("gradients as bfloat16", tol=2e-2, only=("devices", "two"))
 def gradient_compression_bf16() -> Case:
     return Case(compiled(mlp(), adam()), classes(), ours={"gradient_compression": "bf16"})
