@@ -16,6 +16,7 @@ import contextlib
 import statistics
 import tempfile
 import time
+from collections.abc import Sized
 from typing import Any
 from unittest import mock
 
@@ -40,9 +41,9 @@ def main() -> None:
     from tfmw.train.checkpoint import resume
 
     tfmw.init()
-    switch = Switch(options.seconds, 2 * options.pairs, options.every + 5.0)
     saves: list[float] = []
     writes: list[tuple[float, float]] = []
+    switch = Switch(options.seconds, 2 * options.pairs, options.every + 5.0, writes)
     backups = resume.Backups
     save, signals, write = backups.save, backups.signals, backups._write
 
@@ -104,10 +105,14 @@ class Switch:
         seconds: duration of a stretch.
         stretches: number of stretches, with backups and without in turns.
         warm_up: seconds before the first stretch.
+        writes: one entry for each backup that has been written. A stretch with backups, and the
+            warm-up, lasts until it has one, however slow the disk or the bucket is.
     """
 
-    def __init__(self, seconds: float, stretches: int, warm_up: float):
+    def __init__(self, seconds: float, stretches: int, warm_up: float, writes: Sized):
         self._seconds = seconds
+        self._writes = writes
+        self._written = 0
         self._warm_up = warm_up
         self._stretches = stretches
         self._number = -1  # the first steps trace, warm up, and make the first backup
@@ -132,11 +137,14 @@ class Switch:
             self._all[self.with_backups].append(now - self._last)
         self._last = now
         self._steps += 1
-        if now - self._begun >= (self._seconds if self._number >= 0 else self._warm_up):
+        lasts = self._seconds if self._number >= 0 else self._warm_up
+        lacks = self.with_backups and len(self._writes) == self._written
+        if now - self._begun >= lasts and not lacks:
             if self._number >= 0:
                 wall, cpu = now - self._begun, time.process_time() - self._cpu_begun
                 self._done.append((self.with_backups, wall / self._steps, cpu / self._steps))
             self._number += 1
+            self._written = len(self._writes)
             self._begun, self._cpu_begun, self._steps = now, time.process_time(), 0
 
     def report(self, saves: list[float], writes: list[tuple[float, float]], every: float) -> None:

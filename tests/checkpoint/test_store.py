@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -39,7 +38,6 @@ from tfmw.cluster.cluster import MAX_RESTARTS
 from tfmw.cluster.group import Group
 from tfmw.compat import models
 from tfmw.errors import TfmwError, UsageError
-from tfmw.storage import disk
 from tfmw.train import plan
 from tfmw.train.checkpoint import compatibility, resume, state
 from tfmw.train.checkpoint.schedule import BackgroundWriter, Schedule
@@ -517,17 +515,11 @@ def test_resumed_run_keeps_its_own_settings():
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("lacks", [None, errno.EOPNOTSUPP])
-def test_second_run_is_refused_until_the_first_has_ended(
-    store, tmp_path, monkeypatch, caplog, lacks
-):
-    """A file system without flock is tested, too; there a killed run leaves a lease."""
-    if lacks is not None:
-        monkeypatch.setattr(fcntl, "flock", lacking(lacks))
+def test_second_run_is_refused_until_the_first_has_ended(store, tmp_path):
     os.mkfifo(holder := tmp_path / "holder")
     command = ["python", PROGRAMS / "backup_lock.py", store.path, holder]
     with futures.ThreadPoolExecutor() as pool:
-        run = pool.submit(run_command, *command, *([str(lacks)] * bool(lacks)))
+        run = pool.submit(run_command, *command)
         pid = int(holder.read_text())
         said = rf"in use by another run \(process {pid} on "
         try:
@@ -536,14 +528,8 @@ def test_second_run_is_refused_until_the_first_has_ended(
         finally:
             os.kill(pid, signal.SIGKILL)
         assert run.result()[0] == -signal.SIGKILL
-    monkeypatch.setattr(disk, "LEASE_S", 0.0)
     with store.locked():
         assert value_of(store.read(written(store, 1) and 1)) == 1
-        assert ("has no flock, so tfmw renews a lease" in caplog.text) == bool(lacks)
-        if lacks:
-            Path(store.path, "LOCK.3").touch()  # of a run that took this one for dead
-            with pytest.raises(OSError, match="another run has taken the lock"):
-                written(store, 2)
     with store.locked():  # let go of by a run that has ended
         assert store.steps() == [1]
 

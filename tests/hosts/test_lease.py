@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import queue
 import stat
@@ -14,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.backup_points import lacking
 from tests.helpers.buckets import s3
 from tfmw.errors import UsageError
 from tfmw.launcher.hosts.lease import Lease, LeaseKeeper, Record, lease_of
@@ -25,14 +22,12 @@ from tfmw.storage.leased_object import TTL_S, DirectoryObjects, Lost
 Make = Callable[[int], Lease]
 
 
-@pytest.fixture(params=["directory", "directory without flock", "bucket"])
+@pytest.fixture(params=["directory", "bucket"])
 def make(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Make]:
     """Makes the lease of a host; all of them are of one run."""
     if request.param != "bucket":
-        if request.param != "directory":
-            monkeypatch.setattr(fcntl, "flock", lacking(errno.ENOSYS))
         yield lambda host: lease_of(f"dir:{tmp_path}/run", host)
         return
     with s3(monkeypatch) as server:

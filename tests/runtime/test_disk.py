@@ -13,9 +13,11 @@ import sys
 import pytest
 
 from tests.helpers.backup_points import lacking
-from tests.helpers.threads import in_threads
+from tfmw.errors import UsageError
+from tfmw.launcher.hosts.lease import lease_of
 from tfmw.storage import disk
 from tfmw.storage.disk import file_lock, holder_of
+from tfmw.train.checkpoint.store import BackupStore
 
 
 def test_another_process_is_refused_while_the_lock_is_held(tmp_path):
@@ -80,46 +82,17 @@ def test_a_link_in_its_place_is_not_followed(tmp_path):
 # ---------------------------------------------------------------- file systems that lack calls
 
 
-@pytest.fixture(params=[errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def without_flock(request, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", lacking(request.param))
-
-
-def test_without_flock_a_lease_admits_one_at_a_time(tmp_path, without_flock, monkeypatch):
-    monkeypatch.setattr(disk, "_BEAT_S", 0.01)
-    monkeypatch.setattr(disk, "_POLL_S", 0.001)
-    holders, most = [0], [0]
-
-    def work(rank):
-        for _ in range(5):
-            with file_lock(str(tmp_path / "LOCK"), patience_s=100) as held:
-                holders[0] += 1
-                most[0] = max(most[0], holders[0])
-                assert held()
-                holders[0] -= 1
-        return "done"
-
-    assert in_threads(6, work) == ["done"] * 6
-    assert most == [1]
-    assert sorted(os.listdir(tmp_path)) == ["LOCK", "LOCK.30"]
-    assert holder_of(str(tmp_path / "LOCK")).startswith(f"process {os.getpid()} on ")
-
-
-def test_a_lease_that_nobody_renews_is_taken_and_its_holder_notices(
-    tmp_path, without_flock, monkeypatch
-):
-    """The holder was stopped, and continues later."""
-    path = str(tmp_path / "LOCK")
-    monkeypatch.setattr(disk, "_BEAT_S", 3600)
-    monkeypatch.setattr(disk, "LEASE_S", 0.0)
-    with file_lock(path) as first, contextlib.ExitStack() as later:
-        assert first()
-        second = later.enter_context(file_lock(path))
-        assert second()
-        assert not first()
-        (tmp_path / "LOCK.7").touch()  # by another machine
-        assert not second()
-    assert "LOCK.7" in os.listdir(tmp_path)
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_flock_is_refused(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(fcntl, "flock", lacking(number))
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="has no flock: mount it"), file_lock(str(tmp_path / "LOCK")):
+        raise AssertionError("it is not locked")
+    with pytest.raises(UsageError, match=r"cannot be locked .* has no flock"):
+        BackupStore(tmp_path).locked().__enter__()
+    with pytest.raises(UsageError, match=r"cannot agree on a leader .* has no flock"):
+        lease_of(f"dir:{tmp_path}", 0)
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_another_error_of_flock_is_raised(tmp_path, monkeypatch):
@@ -127,8 +100,8 @@ def test_another_error_of_flock_is_raised(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="Input/output"), file_lock(str(tmp_path / "LOCK")):
         pass
     monkeypatch.undo()
-    with file_lock(str(tmp_path / "LOCK")) as held:
-        assert held()
+    with file_lock(str(tmp_path / "LOCK")):
+        pass
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])

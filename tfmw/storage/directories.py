@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -69,15 +69,12 @@ def atomic_directory(target: str, temporary: str | None = None) -> Iterator[str]
 
 
 @contextlib.contextmanager
-def locked(directory: str, name: str) -> Iterator[Callable[[], bool]]:
+def locked(directory: str, name: str) -> Iterator[None]:
     """Creates a directory and locks it for this run; object stores have no locks.
 
     Args:
         directory: a local path, or a URL.
         name: file name of the lock; see `disk.file_lock`.
-
-    Yields:
-        A function that returns whether the lock is still held.
 
     Raises:
         UsageError: another process holds the lock, or it cannot be taken.
@@ -87,10 +84,9 @@ def locked(directory: str, name: str) -> Iterator[Callable[[], bool]]:
     # A host that was cut off ends its tasks by itself, a few seconds after the others detect it.
     patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
     with contextlib.ExitStack() as stack:
-        is_held = lambda: True  # noqa: E731
         try:
             if is_local(directory):
-                is_held = stack.enter_context(file_lock(path, patience_s, fence.owner()))
+                stack.enter_context(file_lock(path, patience_s, fence.owner()))
         except BlockingIOError:
             holder = holder_of(path)
             if not fence.precedes(holder):
@@ -109,7 +105,7 @@ def locked(directory: str, name: str) -> Iterator[Callable[[], bool]]:
                 f"this process may write to, and in it no {name} or a plain file of that name that "
                 "this user owns."
             ) from e
-        yield is_held
+        yield
 
 
 def in_use(directory: str, holder: str) -> UsageError:

@@ -16,6 +16,7 @@ docs/explain/leader-election.md.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -27,6 +28,7 @@ from typing import Any
 from tfmw.errors import UsageError
 from tfmw.launcher.remote.messages import built
 from tfmw.storage.bucket import Bucket, is_bucket
+from tfmw.storage.disk import file_lock
 from tfmw.storage.leased_object import BEAT_S, Clock, DirectoryObjects, LeasedObject, Lost
 
 DIRECTORY = "dir:"
@@ -68,8 +70,8 @@ def lease_of(rendezvous: str, host: int) -> Lease:
     directory = os.path.abspath(rendezvous.removeprefix(DIRECTORY))
     try:
         os.makedirs(directory, exist_ok=True)
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError(f"{directory} is not writable")
+        with contextlib.suppress(BlockingIOError), file_lock(f"{directory}/{_NAME}.lock"):
+            pass  # it can be locked
     except OSError as error:
         raise UsageError(
             f"hosts cannot agree on a leader in {directory!r} ({error}): name a directory that all "

@@ -82,7 +82,6 @@ class LocalFiles:
 
     def __init__(self, path: str):
         self.path = path
-        self._holds_lock: Callable[[], bool] = lambda: True
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -93,7 +92,7 @@ class LocalFiles:
         Raises:
             UsageError: another process holds the lock, or it cannot be taken.
         """
-        with directories.locked(self.path, "LOCK") as self._holds_lock:
+        with directories.locked(self.path, "LOCK"):
             directories.clean_up(self.path, NAME)
             yield
 
@@ -135,8 +134,6 @@ class LocalFiles:
         with directories.atomic_directory(self.path_of(step), begun) as temporary:
             tf.io.gfile.makedirs(temporary)
             yield temporary
-            if not self._holds_lock():
-                raise OSError("another run has taken the lock, as this process was stopped")
 
     def remove(self, step: int) -> None:
         """Removes a backup. An interruption leaves a leftover that the next run recognizes."""
