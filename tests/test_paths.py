@@ -164,11 +164,9 @@ def test_export_that_tensorflow_could_not_load_is_refused(tmp_path, name, model)
 def test_names_that_tensorflow_cannot_open_are_refused(tmp_path):
     with pytest.raises(UsageError, match="is not UTF-8"):
         BackupStore(tmp_path / "\udcff")
-    with pytest.raises(UsageError, match="takes a backslash"):
-        check_path("gs://bucket/[draft]")
     with pytest.raises(UsageError, match=r"expected a local directory, or s3://, gs:// or az://"):
         BackupStore("hdfs://host/backups")
-    with pytest.raises(UsageError, match="no export can be written"):
+    with pytest.raises(UsageError, match="is not UTF-8"):
         check_path(tmp_path / "\udcff")
 
 

@@ -201,7 +201,7 @@ def test_export_replaces_the_previous_one(tmp_path, location):
     for scale in (1.0, 2.0):
         model = sequential()
         model.set_weights([np.full((3, 2), scale, np.float32), np.zeros(2, np.float32)])
-        assert export(model, path) == path
+        assert export(model, path) == str(tmp_path / "deep" / "er" / "m")
         assert verify(path) == []
         loaded = tf.saved_model.load(path)
         predicted = loaded.serve(tf.constant([[0.1, 0, 0]]))
@@ -305,7 +305,8 @@ def test_other_directories_are_not_deleted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["/proc/no/model", "{}/file/model", "s3://bucket/model", "{}/nul\0/model"]
+    "path",
+    ["/proc/no/model", "{}/file/model", "s3://bucket/model", "gs://b/model", "{}/nul\0/model"],
 )
 def test_an_impossible_path_is_refused_before_the_training(tmp_path, path):
     (tmp_path / "file").write_bytes(b"")

@@ -298,9 +298,10 @@ def test_an_example_holds_no_float64(tmp_path: Path) -> None:
         write(tmp_path, model, format="tfrecord")
 
 
-def test_a_url_that_tensorflow_cannot_open_is_refused() -> None:
-    with pytest.raises(UsageError, match="expected a directory that all workers share, or a URL"):
-        tfmw.predict(network(), X, output_dir="s3://bucket/predictions")
+def test_a_url_is_refused() -> None:
+    for url in ("s3://bucket/predictions", "gs://bucket/predictions"):
+        with pytest.raises(UsageError, match=r"no prediction can be written .*storage.upload"):
+            tfmw.predict(network(), X, output_dir=url)
 
 
 def test_keys_and_formats_are_for_files() -> None:

@@ -13,7 +13,7 @@ import tfmw
 from tests.helpers.buckets import CREDENTIALS, s3
 from tfmw.errors import UsageError
 from tfmw.storage import bucket as bucket_module
-from tfmw.storage.bucket import CHUNK, Bucket, refuse_writing
+from tfmw.storage.bucket import CHUNK, WRITTEN_BY_TENSORFLOW, Bucket, refuse_writing
 
 
 @pytest.fixture(scope="module")
@@ -181,12 +181,13 @@ def test_upload_copies_a_file_or_a_directory(server, tmp_path):
         tfmw.storage.upload(tmp_path / "model", str(tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/a", "az://bucket/a", "hdfs://host/a"])
+@pytest.mark.parametrize("url", ["s3://b/a", "az://b/a", "gs://b/a", "ram://a", "hdfs://host/a"])
 def test_what_writes_local_files_only_names_what_copies_them(url):
     with pytest.raises(UsageError, match=r"no export can be written to .*tfmw.storage.upload"):
         refuse_writing(url, "export")
 
 
 def test_local_paths_and_what_tensorflow_writes_pass():
-    for path in ("/a/b", "a", "gs://bucket/a", "file:///a", None, 3, b"a", io.BytesIO()):
+    for path in ("/a/b", "a", "file:///a", None, 3, b"a", io.BytesIO()):
         refuse_writing(path, "export")
+    refuse_writing("gs://bucket/a", "log_dir of TensorBoard", WRITTEN_BY_TENSORFLOW)

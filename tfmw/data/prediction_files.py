@@ -111,7 +111,7 @@ def _plain(array: np.ndarray) -> np.ndarray:
 
 def _write_npy(path: str, columns: Mapping[str, Column]) -> None:
     """Writes a directory with an array for each column, and for its lengths."""
-    tf.io.gfile.makedirs(path)
+    os.makedirs(path)
     for name, column in columns.items():
         flat = column.flat
         arrays = {f"lengths{level}": lengths for level, lengths in enumerate(column.lengths)}
@@ -120,8 +120,7 @@ def _write_npy(path: str, columns: Mapping[str, Column]) -> None:
             arrays["bytes"] = np.array([len(t) for t in texts], np.int64).reshape(flat.shape)
             flat = np.frombuffer(b"".join(texts), np.uint8)
         for suffix, array in {"": flat, **arrays}.items():
-            with tf.io.gfile.GFile(os.path.join(path, _npy(name, suffix)), "wb") as file:
-                np.save(file, array, allow_pickle=False)
+            np.save(os.path.join(path, _npy(name, suffix)), array, allow_pickle=False)
 
 
 def _npy(name: str, suffix: str = "") -> str:
@@ -130,8 +129,7 @@ def _npy(name: str, suffix: str = "") -> str:
 
 def _read_npy(path: str, name: str, kind: Sequence[Any]) -> Column:
     def load(suffix: str = "") -> np.ndarray:
-        with tf.io.gfile.GFile(os.path.join(path, _npy(name, suffix)), "rb") as file:
-            array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+        array: np.ndarray = np.load(os.path.join(path, _npy(name, suffix)), allow_pickle=False)
         return array
 
     dtype, _, ragged = kind
@@ -161,10 +159,7 @@ def _write_parquet(path: str, columns: Mapping[str, Column]) -> None:
         return values
 
     arrays = {name: array_of(column) for name, column in columns.items()}
-    buffer = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.table(arrays), buffer)
-    with tf.io.gfile.GFile(path, "wb") as file:
-        file.write(buffer.getvalue().to_pybytes())
+    pyarrow.parquet.write_table(pyarrow.table(arrays), path)
 
 
 def _write_tfrecord(path: str, columns: Mapping[str, Column]) -> None:
@@ -230,10 +225,10 @@ def write_part(directory: str, name: str, format: str, columns: Mapping[str, Col
 def read_index(directory: str) -> dict[str, Any] | None:
     """The index of a directory, or None."""
     path = os.path.join(directory, INDEX)
-    if not tf.io.gfile.exists(path):
+    if not os.path.exists(path):
         return None
-    with tf.io.gfile.GFile(path) as file:
-        index: dict[str, Any] = json.loads(file.read())
+    with open(path, encoding="utf-8") as file:
+        index: dict[str, Any] = json.load(file)
     return index
 
 
@@ -241,9 +236,9 @@ def write_index(directory: str, index: Mapping[str, Any]) -> None:
     """Replaces the index of a directory."""
     with (
         directories.atomic_directory(os.path.join(directory, INDEX)) as temporary,
-        tf.io.gfile.GFile(temporary, "w") as file,
+        open(temporary, "w", encoding="utf-8") as file,
     ):
-        file.write(json.dumps(index))
+        json.dump(index, file)
 
 
 def read_predictions(directory: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -260,7 +255,7 @@ def read_predictions(directory: str | os.PathLike[str]) -> Iterator[dict[str, An
     Raises:
         UsageError: there are no predictions, or they are not complete or of another format.
     """
-    directory = disk.absolute(os.fspath(directory))
+    directory = os.path.abspath(disk.without_scheme(os.fspath(directory)))
     index = read_index(directory)
     if index is None or not index["complete"]:
         found = "has no index" if index is None else f"is not complete: it has {index['rows']} rows"

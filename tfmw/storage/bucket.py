@@ -36,7 +36,9 @@ CHUNK = 8 << 20
 Version = dict[str, Any]
 """Identity of the content of an object: {"e_tag": ..., "version": ...}."""
 
-_WRITTEN_BY_TENSORFLOW = ("gs://", "file://", "ram://")
+WRITTEN_BY_TENSORFLOW = ("gs://", "ram://")
+"""Schemes to which Keras's callbacks write, through TensorFlow."""
+
 _PARALLEL = 8  # number of concurrent requests for ranges
 _RETRY_S = 60.0  # seconds in which a request is repeated, after 500, 503 or a lost connection
 _QUICK_S = 3.0  # the same, for requests whose result is needed at once
@@ -232,15 +234,16 @@ def upload(source: str | os.PathLike[str], url: str) -> None:
         bucket.upload(str(path), path.relative_to(source).as_posix())
 
 
-def refuse_writing(url: Any, what: str) -> None:
-    """Raises UsageError for a URL that TensorFlow and Keras do not write to.
+def refuse_writing(url: Any, what: str, schemes: tuple[str, ...] = ()) -> None:
+    """Raises UsageError for a URL at which files cannot be written.
 
     Args:
-        url: a value of any type; other values than URLs pass.
+        url: a value of any type; other values than URLs pass, and "file://".
         what: is written there, for the message: "export".
+        schemes: further kinds of URLs that pass.
     """
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else ""
-    if isinstance(text, str) and "://" in text and not text.startswith(_WRITTEN_BY_TENSORFLOW):
+    if isinstance(text, str) and "://" in text and not text.startswith(("file://", *schemes)):
         raise UsageError(
             f"no {what} can be written to {text!r}: write to a local path, and copy that with "
             "tfmw.storage.upload afterwards."

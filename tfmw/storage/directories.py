@@ -4,8 +4,7 @@
         ...                                   # write files into `temporary`
 
 The files are written under a temporary name beside the target, flushed to the disk and renamed.
-Local paths use `os`, which can flush, and which follows no links on removal. URLs such as
-`gs://bucket/model` use `tf.io.gfile`, whose renames are as atomic as the file system makes them.
+All paths are local.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import posixpath
 import re
 import secrets
 import shutil
@@ -26,7 +24,7 @@ import tensorflow as tf
 
 from tfmw.errors import UsageError
 from tfmw.storage import fence
-from tfmw.storage.disk import file_lock, flush, holder_of, is_local
+from tfmw.storage.disk import file_lock, flush, holder_of
 
 logger = logging.getLogger("tfmw")
 
@@ -49,12 +47,10 @@ def atomic_directory(target: str, temporary: str | None = None) -> Iterator[str]
     directory, the new one or none, and leftovers, which `clean_up` removes.
 
     Args:
-        target: an absolute local path or a URL, without a slash at the end. Its parent is created.
+        target: an absolute path, without a slash at the end. Its parent is created.
         temporary: an earlier result of `name_beside(target)`, to fill that directory.
     """
-    parent = posixpath.dirname(target)
-    if parent and not tf.io.gfile.isdir(parent):
-        tf.io.gfile.makedirs(parent)
+    os.makedirs(os.path.dirname(target), exist_ok=True)
     temporary = temporary or name_beside(target)
     try:
         yield temporary
@@ -63,30 +59,29 @@ def atomic_directory(target: str, temporary: str | None = None) -> Iterator[str]
         replace(target, temporary)
     except BaseException:
         # The directory may not exist, and the error of the block matters more.
-        with contextlib.suppress(OSError, tf.errors.OpError):
+        with contextlib.suppress(OSError):
             remove(temporary)
         raise
 
 
 @contextlib.contextmanager
 def locked(directory: str, name: str) -> Iterator[None]:
-    """Creates a directory and locks it for this run; object stores have no locks.
+    """Creates a directory and locks it for this run.
 
     Args:
-        directory: a local path, or a URL.
+        directory: its path.
         name: file name of the lock; see `disk.file_lock`.
 
     Raises:
         UsageError: another process holds the lock, or it cannot be taken.
     """
-    tf.io.gfile.makedirs(directory)
+    os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, name)
     # A host that was cut off ends its tasks by itself, a few seconds after the others detect it.
     patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
     with contextlib.ExitStack() as stack:
         try:
-            if is_local(directory):
-                stack.enter_context(file_lock(path, patience_s, fence.owner()))
+            stack.enter_context(file_lock(path, patience_s, fence.owner()))
         except BlockingIOError:
             holder = holder_of(path)
             if not fence.precedes(holder):
@@ -120,31 +115,29 @@ def check_creatable(target: str) -> None:
     """Tests whether a directory can be created beside `target`, or in its first existing parent.
 
     Raises:
-        OSError, ValueError or tf.errors.OpError: it cannot be created; nothing has changed.
+        OSError or ValueError: it cannot be created; nothing has changed.
     """
     if "\0" in target:
         raise ValueError("a path cannot contain a null byte")
-    parent = posixpath.dirname(target)
-    while not tf.io.gfile.exists(parent) and parent != posixpath.dirname(parent):
-        parent = posixpath.dirname(parent)
-    if is_local(target):
-        os.rmdir(tempfile.mkdtemp(prefix=f".{posixpath.basename(target)[:100]}.", dir=parent))
+    parent = os.path.dirname(target)
+    while not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    os.rmdir(tempfile.mkdtemp(prefix=f".{os.path.basename(target)[:100]}.", dir=parent))
 
 
 def replace(target: str, temporary: str) -> None:
     """Renames `temporary` to `target`; `target` is missing only between two renames."""
     replaced = None
-    if _exists(target):
+    if os.path.lexists(target):
         replaced = name_beside(target, _REPLACED)
-        _rename(target, replaced)
+        os.rename(target, replaced)
     try:
-        _rename(temporary, target)
+        os.rename(temporary, target)
     except BaseException:
         if replaced is not None:
-            _rename(replaced, target)
+            os.rename(replaced, target)
         raise
-    if is_local(target):
-        flush(posixpath.dirname(target))
+    flush(os.path.dirname(target))
     if replaced is not None:
         remove(replaced)
 
@@ -156,34 +149,27 @@ def clean_up(parent: str, names: re.Pattern[str]) -> None:
         parent: a directory in which no other process is writing these names.
         names: matches the targets of the writes.
     """
-    if not tf.io.gfile.isdir(parent):
-        return
-    for entry in tf.io.gfile.listdir(parent):
-        entry = entry.rstrip("/")
+    for entry in os.listdir(parent) if os.path.isdir(parent) else ():
         match = _LEFTOVER.fullmatch(entry)
         if match is None or not names.fullmatch(match[1]):
             continue
-        leftover, target = posixpath.join(parent, entry), posixpath.join(parent, match[1])
-        if match[2] == _REPLACED and not _exists(target):
-            _rename(leftover, target)  # the process died between the two renames of `replace`
+        leftover, target = os.path.join(parent, entry), os.path.join(parent, match[1])
+        if match[2] == _REPLACED and not os.path.lexists(target):
+            os.rename(leftover, target)  # the process died between the two renames of `replace`
         else:
             remove(leftover)
 
 
 def remove(path: str) -> None:
-    """Removes a file or a directory with all its content; of a local link, only the link."""
-    if not is_local(path):
-        tf.io.gfile.rmtree(path)
-    elif os.path.isdir(path) and not os.path.islink(path):
+    """Removes a file or a directory with all its content; of a link, only the link."""
+    if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)  # unlike tf.io.gfile.rmtree, it follows no links
     else:
         os.unlink(path)
 
 
 def _flush_tree(directory: str) -> None:
-    """Flushes a local file or all in a directory; remote files are complete when closed."""
-    if not is_local(directory):
-        return
+    """Flushes a file, or all in a directory."""
     if os.path.isfile(directory):
         flush(directory)
     for parent, _, files in os.walk(directory):
@@ -195,7 +181,7 @@ def _flush_tree(directory: str) -> None:
 def sha256(path: str) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
-    with tf.io.gfile.GFile(path, "rb") as file:
+    with open(path, "rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -203,9 +189,9 @@ def sha256(path: str) -> str:
 
 def files_of(prefix: str) -> list[str]:
     """The paths of a directory's files that begin with `prefix`, which is no pattern."""
-    directory, name = posixpath.split(prefix)
-    found = tf.io.gfile.listdir(directory)
-    return [posixpath.join(directory, file) for file in found if file.startswith(name)]
+    directory, name = os.path.split(prefix)
+    found = os.listdir(directory)
+    return [os.path.join(directory, file) for file in found if file.startswith(name)]
 
 
 def is_pattern(path: str) -> bool:
@@ -222,11 +208,6 @@ def check_name(path: str) -> None:
             f"received the path {path!r}, which is not UTF-8, and TensorFlow opens no other: name "
             "another directory."
         ) from None
-    if not is_local(path) and is_pattern(path):
-        raise UsageError(
-            f"received {path!r}: TensorFlow takes a backslash, and brackets with something in "
-            "them, in a URL for a pattern. Name a directory without them."
-        )
 
 
 @contextlib.contextmanager
@@ -236,7 +217,7 @@ def checkpoint_reader(prefix: str) -> Iterator[Any]:
     `tf.train.load_checkpoint` treats its argument as a pattern, and keeps files open until the
     process ends.
     """
-    if not (is_local(prefix) and is_pattern(prefix)):
+    if not is_pattern(prefix):
         yield tf.train.load_checkpoint(prefix)
         return
     directory, name = os.path.split(os.path.abspath(prefix))
@@ -248,16 +229,5 @@ def checkpoint_reader(prefix: str) -> Iterator[Any]:
 
 def name_beside(target: str, state: str = _WRITING) -> str:
     """A new name for the replacement of `target`; `clean_up` removes it after a crash."""
-    parent, name = posixpath.split(target)
-    return posixpath.join(parent, f".{name}.{state}-{secrets.token_hex(6)}")
-
-
-def _exists(path: str) -> bool:
-    return os.path.lexists(path) if is_local(path) else tf.io.gfile.exists(path)
-
-
-def _rename(source: str, target: str) -> None:
-    if is_local(target):
-        os.rename(source, target)
-    else:
-        tf.io.gfile.rename(source, target)
+    parent, name = os.path.split(target)
+    return os.path.join(parent, f".{name}.{state}-{secrets.token_hex(6)}")

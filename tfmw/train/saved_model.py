@@ -14,11 +14,11 @@ crash leaves the old export, the new one or none, never a partial one.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
 import os
-import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -70,10 +70,8 @@ def export(
 
     Args:
         model: a built Keras model with plain variables, such as after `tfmw.fit`.
-        path: the directory to write; an existing export is replaced. A remote path
-            (`gs://bucket/model`) is written by `tf.io.gfile`, whose renames are as atomic as the
-            file system makes them. Paths of `s3://` and `az://` are refused: export to a local
-            directory, and copy that with `tfmw.storage.upload`.
+        path: the directory to write; an existing export is replaced. URLs are refused: export
+            to a local directory, and copy that to a bucket with `tfmw.storage.upload`.
         pass_through: inputs that `serving_default` returns unchanged, by name: with
             `{"key": tf.TensorSpec([None], tf.string)}` it returns each prediction beside the key
             of its example.
@@ -103,7 +101,7 @@ def export(
     check_path(path)
     target = _normalize(path)
     specs = _input_specs(model, input_signature)
-    parent, name = posixpath.split(target)
+    parent, name = os.path.split(target)
     every = placement.all_variables(model)
     sharded = tables == "sharded"
     exported = tables_in_files(every, model.variables) if sharded else whole_tables(every)
@@ -138,18 +136,19 @@ def check_path(path: str | os.PathLike[str]) -> str:
             "there. Name a directory without them."
         )
     target = _normalize(path)
+    directories.check_name(target)
     try:
         if membership.current_cluster().is_chief:
             directories.check_creatable(target)
-        if not tf.io.gfile.exists(target):
+        if not os.path.exists(target):
             return target
-    except (OSError, ValueError, tf.errors.OpError) as e:
+    except (OSError, ValueError) as e:
         raise UsageError(
             f"no export can be written to {target!r} ({first_line(e)}): name a directory "
             "that this process may create."
         ) from e
-    if tf.io.gfile.isdir(target):
-        entries = tf.io.gfile.listdir(target)
+    if os.path.isdir(target):
+        entries = os.listdir(target)
         if not entries or "saved_model.pb" in entries:
             return target
     raise UsageError(
@@ -168,13 +167,13 @@ def verify_export(path: str | os.PathLike[str]) -> list[str]:
         One sentence for each problem; none if every file is intact.
     """
     directory = _normalize(path)
-    if not tf.io.gfile.isdir(directory):
+    if not os.path.isdir(directory):
         return [f"{directory} is not a directory."]
-    manifest = posixpath.join(directory, MANIFEST)
-    if not tf.io.gfile.exists(manifest):
+    manifest = os.path.join(directory, MANIFEST)
+    if not os.path.exists(manifest):
         return [f"{directory} has no {MANIFEST}: tfmw.export did not write it."]
     try:
-        with tf.io.gfile.GFile(manifest) as file:
+        with open(manifest, encoding="utf-8") as file:
             content = json.load(file)
         if content["format"] != _FORMAT:
             return [f"{manifest} has format {content['format']}; this tfmw reads {_FORMAT}."]
@@ -186,10 +185,10 @@ def verify_export(path: str | os.PathLike[str]) -> list[str]:
         return [f"{manifest} is damaged: {error!r}."]
     problems = []
     for name, (sha256, size) in sorted(expected.items()):
-        file_path = posixpath.join(directory, name)
-        if not tf.io.gfile.exists(file_path):
+        file_path = os.path.join(directory, name)
+        if not os.path.exists(file_path):
             problems.append(f"{name} is missing.")
-        elif (actual_size := tf.io.gfile.stat(file_path).length) != size:
+        elif (actual_size := os.path.getsize(file_path)) != size:
             problems.append(f"{name} has {actual_size} bytes; {size} were written.")
         elif directories.sha256(file_path) != sha256:
             problems.append(f"{name} is damaged: its SHA-256 is not the one that was written.")
@@ -343,8 +342,8 @@ def _forget_cluster(directory: str) -> None:
     TensorFlow writes its session's configuration into every call of a function: the devices of
     the job, the leader of its collectives, the health checks between its tasks.
     """
-    path = posixpath.join(directory, "saved_model.pb")
-    with tf.io.gfile.GFile(path, "rb") as file:
+    path = os.path.join(directory, "saved_model.pb")
+    with open(path, "rb") as file:
         content = file.read()
     saved_model = saved_model_pb2.SavedModel.FromString(content)
     for meta_graph in saved_model.meta_graphs:
@@ -365,28 +364,26 @@ def _forget_cluster(directory: str) -> None:
                 node.variable.device = ""
     cleaned = saved_model.SerializeToString(deterministic=True)
     if cleaned != content:
-        with tf.io.gfile.GFile(path, "wb") as file:
+        with open(path, "wb") as file:
             file.write(cleaned)
         # The fingerprint is that of the unchanged file; TensorFlow does not need one.
-        fingerprint = posixpath.join(directory, "fingerprint.pb")
-        if tf.io.gfile.exists(fingerprint):
-            tf.io.gfile.remove(fingerprint)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(directory, "fingerprint.pb"))
 
 
 # Files.
 
 
 def _normalize(path: str | os.PathLike[str]) -> str:
-    text = os.path.expanduser(os.fspath(path))
-    return os.path.abspath(text) if disk.is_local(text) else text.rstrip("/")
+    return os.path.abspath(os.path.expanduser(disk.without_scheme(os.fspath(path))))
 
 
 def _write_manifest(directory: str) -> None:
     files = {}
-    for parent, _, names in tf.io.gfile.walk(directory):
-        for path in (posixpath.join(parent, name) for name in names):
-            entry = {"sha256": directories.sha256(path), "bytes": tf.io.gfile.stat(path).length}
+    for parent, _, names in os.walk(directory):
+        for path in (os.path.join(parent, name) for name in names):
+            entry = {"sha256": directories.sha256(path), "bytes": os.path.getsize(path)}
             files[path[len(directory) :].lstrip("/")] = entry
     content = {"format": _FORMAT, "files": dict(sorted(files.items()))}
-    with tf.io.gfile.GFile(posixpath.join(directory, MANIFEST), "w") as file:
+    with open(os.path.join(directory, MANIFEST), "w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=1) + "\n")

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfmw import data
 from tfmw.cluster.group import Group
@@ -28,6 +27,7 @@ from tfmw.data import comparison, prediction_files
 from tfmw.data.prediction_files import ROW, Column
 from tfmw.errors import UsageError
 from tfmw.storage import directories, disk
+from tfmw.storage.bucket import refuse_writing
 from tfmw.tables.table import is_table
 from tfmw.train.epoch_iterator import EpochIterator
 from tfmw.train.fit_context import FitContext
@@ -63,14 +63,9 @@ class PredictionParts:
         keys: Sequence[str],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.path = disk.absolute(disk.without_scheme(os.fspath(output_dir)))
+        refuse_writing(output_dir, "prediction")
+        self.path = os.path.abspath(disk.without_scheme(os.fspath(output_dir)))
         directories.check_name(self.path)
-        scheme, separator, _ = self.path.partition("://")
-        if separator and scheme not in tf.io.gfile.get_registered_schemes():
-            raise UsageError(
-                f"received output_dir={self.path!r}: expected a directory that all workers share, "
-                "or a URL that TensorFlow can open, such as gs://bucket/predictions."
-            )
         prediction_files.check_format(format)
         self._format, self._keys, self._clock = format, keys, clock
         self._lock = contextlib.ExitStack()
@@ -263,8 +258,7 @@ class PredictionParts:
         position = None if complete else dataclasses.asdict(batches.position(in_epoch=True))
 
         def write() -> None:
-            files = set(tf.io.gfile.listdir(self.path)) if parts else set()
-            names = {name.rstrip("/") for name in files}
+            names = os.listdir(self.path) if parts else ()
             if missing := [part["name"] for part in parts if part["name"] not in names]:
                 raise UsageError(
                     f"{missing[0]} was written to output_dir {self.path!r}, and the chief does not "
@@ -281,7 +275,7 @@ class PredictionParts:
     def _remove_others(self) -> None:
         """Removes parts that an interrupted run has written and not added to the index."""
         known = {part["name"] for part in self._index["parts"]}
-        for name in (name.rstrip("/") for name in tf.io.gfile.listdir(self.path)):
+        for name in os.listdir(self.path):
             if _NAME.fullmatch(name) and name not in known:
                 directories.remove(os.path.join(self.path, name))
 
