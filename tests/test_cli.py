@@ -137,6 +137,9 @@ class TestSplit:
         ("num_workers = 3", "--workers=2 --max_restarts 3", ["--workers", "--max-restarts"]),
         ("parser.add_argument('--workers')", "--workers=2", []),
         ("flags.DEFINE_string('log_dir', '', '')", "--log_dir=x --log-dir y", []),
+        ("fit(model)  # of several workers, the chief writes", "--workers 2", ["--workers"]),
+        ("def main(workers: int): ...", "--workers 2", []),
+        ('"""Usage: train.py [--workers N]"""', "--workers 2", []),
         ("fit(model)", "workers -m x -- --epochs", []),
     ],
 )

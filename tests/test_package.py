@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.metadata
+import inspect
 import re
 import subprocess
 import tomllib
@@ -11,6 +13,8 @@ import tomllib
 import tfmw
 from tests.helpers.cluster import ROOT
 from tests.package import TESTS
+from tfmw.cli import jobs
+from tfmw.cli import main as cli
 from tfmw.launcher.engines.submit import ENTRY_POINTS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -73,3 +77,18 @@ def test_no_room_names_a_module_of_a_room_above_it_in_order_to_start_it():
 
 def test_the_tests_of_the_sdist_exist():
     assert all((ROOT / path).exists() for path in TESTS)
+
+
+def test_nothing_restarts_unless_max_restarts_says_so():
+    """One default everywhere: functions, engines and commands."""
+    engines = [getattr(tfmw.engines, name) for name in tfmw.engines.__all__]
+    engines = [engine for engine in engines if dataclasses.is_dataclass(engine)]
+    assert tfmw.engines.Local in engines
+    assert {engine.max_restarts for engine in engines} == {0}
+    for function in (tfmw.launch, tfmw.submit):
+        assert inspect.signature(function).parameters["max_restarts"].default == 0
+    commands = cli._Parser().add_subparsers()
+    cli._run_parser(commands)
+    jobs.add_parsers(commands, cli._add_options)
+    for command in ("run", "submit"):
+        assert commands.choices[command].get_default("max_restarts") == 0

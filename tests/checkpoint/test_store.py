@@ -421,6 +421,14 @@ def test_lock_that_is_not_a_file_is_refused(store, make):
         raise AssertionError("locked")
 
 
+def test_a_file_in_place_of_the_directory_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        store = BackupStore(str(path))
+        with pytest.raises(UsageError, match=f"cannot create the directory {path}"), store.locked():
+            raise AssertionError("locked")
+
+
 def test_backup_restores_numbers_of_callbacks_not_paths_or_methods():
     log = keras.callbacks.CSVLogger("mine.csv")
     stop = keras.callbacks.EarlyStopping(patience=3)

@@ -11,6 +11,7 @@ Functions with TFMW_NO_INIT=1 import no TensorFlow, so these jobs cost little.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import pickle
@@ -354,7 +355,8 @@ class Contract:
 
         order = tmp_path / "order"
         thread = training.once_backed_up(engine, lambda _: order.touch())
-        history, model = training.fit(engine, training.DiesOnce(str(order)))
+        again = dataclasses.replace(engine, max_restarts=3)
+        history, model = training.fit(again, training.DiesOnce(str(order)))
         thread.join()
         assert_equal((history, model), fit_on_two_workers)
         shown = capsys.readouterr()
@@ -397,7 +399,8 @@ class Contract:
             self.lose(job, int(waits.read_text()))
 
         thread = training.once_backed_up(engine, lose)
-        history, model = training.fit(engine, training.WaitsForDeath(str(waits)))
+        again = dataclasses.replace(engine, max_restarts=3)
+        history, model = training.fit(again, training.WaitsForDeath(str(waits)))
         thread.join()
         assert_equal((history, model), fit_on_two_workers)
         assert re.search(r"\[worker 0 on \S+\] .*restored step \d+ from", capsys.readouterr().out)

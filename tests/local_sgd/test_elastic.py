@@ -170,6 +170,7 @@ def test_workers_of_a_notebook() -> None:
         epochs=2,
         sync=tfmw.LocalSGD(3, elastic=True),
         workers=2,
+        on=tfmw.engines.Local(max_restarts=1),
         verbose=0,
     )
     assert len(history.history["loss"]) == 2

@@ -148,7 +148,8 @@ def test_steps_take_as_long_in_a_trace(tmp_path):
     ("target", "said"),
     [("make", "expected FILE.py:FUNCTION"), ("/nowhere/a.py:make", "there is no file"),
      ("nowhere_at_all:make", "there is no module"),
-     (f"{PROGRAMS / 'print_cluster.py'}:made", "has no function 'made'")],
+     (f"{PROGRAMS / 'print_cluster.py'}:made", "has no function 'made'"),
+     (f"{PROGRAMS / 'print_cluster.py'}:process", "has no function 'process'")],
 )  # fmt: skip
 def test_wrong_target_raises_one_sentence(target, said):
     with tfmw_command("bench", target) as process:

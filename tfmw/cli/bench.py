@@ -7,6 +7,7 @@ with its own shard of that batch. Keras's own `fit`, in one process with all cor
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -14,8 +15,8 @@ import importlib.util
 import inspect
 import itertools
 import os
-import re
 import statistics
+import symtable
 import sys
 import time
 from collections.abc import Callable
@@ -169,8 +170,11 @@ def _split(target: str) -> tuple[str, str]:
     if where.endswith(".py"):
         if not Path(where).is_file():
             raise UsageError(f"there is no file {where!r}: expected FILE.py:FUNCTION.")
-        if not re.search(rf"\b{name}\b", Path(where).read_text(errors="replace")):
-            raise UsageError(f"{where} has no function {name!r}.")  # before its code runs
+        with contextlib.suppress(SyntaxError):  # running it will show where
+            text = Path(where).read_text(errors="replace")
+            names = symtable.symtable(text, where, "exec").get_identifiers()
+            if name not in names and "import *" not in text:
+                raise UsageError(f"{where} has no function {name!r}.")  # before its code runs
     elif importlib.util.find_spec(where.partition(".")[0]) is None:
         raise UsageError(f"there is no module {where!r}: expected MODULE:FUNCTION.")
     return where, name

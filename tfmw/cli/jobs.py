@@ -27,7 +27,7 @@ _SUBMIT_OPTIONS = {
     "--ps N": "number of parameter servers; adds a chief; default: 0",
     "--evaluator": "add an evaluator, which evaluates each backup",
     "--max-restarts N": "when a task dies, restart all, from the newest backup, up to N times; a "
-    "worker of parameter servers and an evaluator restart alone; default: 3",
+    "worker of parameter servers and an evaluator restart alone; default: 0",
     "--follow": "print the tasks' output until the job ends",
 }
 _SLOW_S = 1.0  # an exchange that takes longer gets a line
@@ -81,7 +81,7 @@ def add_parsers(commands: Any, add_options: Callable[[Any, Mapping[str, str]], N
     engines = "kubernetes, local, ray, slurm, spark, or an engine of another package"
     run.add_argument("--on", required=True, metavar="ENGINE", help=engines)
     add_options(run, _SUBMIT_OPTIONS)
-    run.set_defaults(workers="2", ps=0, max_restarts=3)
+    run.set_defaults(workers="2", ps=0, max_restarts=0)
     add_settings(run)
     listed = command("jobs", _jobs, help="list the jobs of an engine")
     listed.add_argument("--on", required=True, metavar="ENGINE", help=engines)

@@ -24,12 +24,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import io
 import json
 import os
 import re
 import secrets
 import signal
 import sys
+import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -376,15 +378,19 @@ def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str],
 
 
 def _passed_by_mistake(program: Sequence[str]) -> list[str]:
-    """Names of options of `tfmw run` among a script's flags that the script does not mention."""
+    """Names of options of `tfmw run` among a script's flags that the script does not read."""
     own = {option.split()[0] for group in _RUN_OPTIONS.values() for option in group}
     found = [_with_hyphens(flag).partition("=")[0] for flag in program[1:]]
     try:
-        text = Path(program[0]).read_text(errors="replace")
-    except (OSError, IndexError):  # a module, or a folder
-        return []
-    words = {word.replace("_", "-") for word in re.findall(r"\w+(?:-\w+)*", text)}
-    return [name for name in found if name in own and name[2:] not in words]
+        text = Path(program[0]).read_text()
+        tokens = [token.string for token in tokenize.generate_tokens(io.StringIO(text).readline)]
+    except (OSError, IndexError, SyntaxError, UnicodeError, tokenize.TokenError):
+        return []  # a module, a folder, or no Python
+    # A name, a whole string, or, also in a comment, the flag itself: a comment on workers is none.
+    known = {token.strip("'\"").lstrip("-") for token in tokens}
+    known |= {flag.lstrip("-") for flag in re.findall(r"--[\w-]+", text)}
+    known = {name.replace("_", "-") for name in known}
+    return [name for name in found if name in own and name[2:] not in known]
 
 
 def _with_hyphens(token: str) -> str:

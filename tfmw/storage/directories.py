@@ -73,9 +73,13 @@ def locked(directory: str, name: str) -> Iterator[None]:
         name: file name of the lock; see `disk.file_lock`.
 
     Raises:
-        UsageError: another process holds the lock, or it cannot be taken.
+        UsageError: the directory cannot be made, another process holds the lock, or it cannot be
+            taken.
     """
-    os.makedirs(directory, exist_ok=True)
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:  # a file has this name, or the parent is another user's
+        raise UsageError(f"cannot create the directory {directory}: {error.strerror}") from None
     path = os.path.join(directory, name)
     # A host that was cut off ends its tasks by itself, a few seconds after the others detect it.
     patience_s = _PATIENCE_S if fence.is_fenced() else 0.0

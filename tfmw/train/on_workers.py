@@ -47,7 +47,6 @@ from tfmw.train.sent_data import follow_orders, sent_data
 from tfmw.train.worker_calls import KEPT_BY_JOB, run
 from tfmw.train.workers import Requests, Workers, for_one_call, refuse_in_cluster, require_number
 
-_ELASTIC_RESTARTS = 100
 _BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
 _BACKUP_OF_JOB_EVERY = "10 s"  # each backup is sent to the job's controller
 
@@ -161,7 +160,7 @@ def _fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
     _refuse(workers, arguments.strategy)
     engine = _engine(workers, arguments.on)
     elastic = arguments.sync is not None and arguments.sync.elastic
-    restarts = _ELASTIC_RESTARTS if elastic else submit.engine_of(arguments.on).max_restarts
+    restarts = submit.engine_of(arguments.on).max_restarts
     if isinstance(workers, Workers) and (elastic or restarts):
         raise UsageError(
             "workers that stay do not restart within a call, as elastic=True and max_restarts "

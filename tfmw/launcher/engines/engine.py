@@ -157,7 +157,7 @@ class Engine(abc.ABC):
         max_restarts: how often `tfmw.fit` restarts all tasks from the newest backup.
     """
 
-    max_restarts: int = 3
+    max_restarts: int = 0
 
     name = ""
     """The part of a job's id before the colon: "slurm" in "slurm:4711"."""

@@ -35,12 +35,9 @@ class Local(FolderEngine):
     """Processes of this machine.
 
     Args:
-        max_restarts: how often `tfmw.fit` restarts all tasks from the newest backup; by default
-            0, as the error of a program on one machine mostly comes again.
+        max_restarts: how often `tfmw.fit` restarts all tasks from the newest backup.
         directory: parent of each submitted job's folder; by default `.tfmw` in the home directory.
     """
-
-    max_restarts: int = 0
 
     name = "local"
 
