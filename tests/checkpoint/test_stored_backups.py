@@ -6,13 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tfmw.train.checkpoint.store import BackupStore, verify
+from tfmw.train.checkpoint.store import verify
 
 STORED = Path(__file__).with_name("stored")
-WITH_TABLES = ("1-with-tables", "2-with-tables")
+WITH_TABLES = "2-with-tables"
 
 
 @pytest.fixture
@@ -21,24 +20,13 @@ def copied(tmp_path: Path) -> Path:
     return shutil.copytree(STORED, tmp_path / "stored")
 
 
-@pytest.mark.parametrize("name", ["1", *WITH_TABLES])
+@pytest.mark.parametrize("name", ["1", WITH_TABLES])
 def test_it_is_of_that_format_and_intact(name):
     (record,) = STORED.glob(f"{name}/step_*/record.json")
     body = json.loads(json.loads(record.read_text())["body"])
     assert str(body["format"]) == name[0]
     assert bool(body["tables"]) == ("tables" in name)
     assert verify(STORED / name) == []
-
-
-def test_both_formats_with_tables_have_equal_tensors():
-    first, second = (BackupStore(str(STORED / name)).newest() for name in WITH_TABLES)
-    assert first is not None
-    assert second is not None
-    old, new = first.tensors(), second.tensors()
-    assert set(old) == set(new)
-    assert [old[name].shape for name in old.layout] == [(64, 4), (64, 4)]
-    for name in old:
-        np.testing.assert_allclose(old[name], new[name], rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 @pytest.mark.process
@@ -51,7 +39,6 @@ def test_one_process_resumes(run_cluster, copied):
 @pytest.mark.process
 @pytest.mark.nightly
 def test_parameter_servers_resume(run_cluster, copied):
-    directories = [str(copied / name) for name in WITH_TABLES]
-    run = run_cluster("stored_backup.py", "2", *directories, workers=1, ps=1)
-    assert run.chief["began_at"] == [5, 5]
+    run = run_cluster("stored_backup.py", "2", str(copied / WITH_TABLES), workers=1, ps=1)
+    assert run.chief["began_at"] == [5]
     assert max(run.chief["off_by"]) < 1e-6

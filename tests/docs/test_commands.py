@@ -116,6 +116,8 @@ RUN: dict[str, Here | Reason | str] = {
     # recipes
     "python recipes/images.py --max_steps=5": Here(),
     "tfmw run --workers 2 recipes/images.py --epochs=4 --export_dir=build/images": Here(),
+    r"tfmw run --workers 2 --max-restarts 3 recipes/images.py --tars=s3://.*": "tests/recipes/"
+    "test_recipes.py::test_recipes_in_a_bucket_on_two_workers_killed_three_times",
     "tfmw run --workers 2 --ps 2 recipes/recommender.py --strategy=parameter_server": Here(),
     "python recipes/digits.py --worker_hosts=.*": "tests/recipes/test_recipes.py::"
     "test_two_terminals",

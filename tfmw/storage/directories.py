@@ -184,11 +184,8 @@ def _flush_tree(directory: str) -> None:
 
 def sha256(path: str) -> str:
     """The SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def files_of(prefix: str) -> list[str]:

@@ -17,8 +17,7 @@ One backup is one directory `step_<n>` with these files:
 * `record.json`: everything else as JSON, with the SHA-256 of itself and the sizes of the other
   files. It is written last: a directory without a valid record is not a backup.
 
-The record has the version of the format: 1, or 2 with tables. Version 1 with tables, which has all
-rows in `tensors`, can be read, too.
+The record has the version of the format: 1, or 2 with tables.
 
 A backup appears whole or not at all, in a local directory or in a bucket (`backup_files.py`). The
 two newest are kept, and one more if these share files of tables. Reading is safe: no pickle, no
@@ -78,7 +77,6 @@ class Backup:
     step: int  # number of training steps at the time of the backup
     record: dict[str, Any]  # record of `BackupStore.write`
     layout: files.Layout  # the slices of tables
-    prefix_of_tables: str  # prefix of the checkpoint with all rows of tables
     changed: bool  # whether the checkpoint `PREFIX` has rows of tables that have changed since
 
     def tensors(self, servers: int = 0) -> SavedTensors:
@@ -96,10 +94,10 @@ class Backup:
                     for name in sorted(shapes)
                     if name not in self.layout and not files.is_changed_rows(name)
                 }
-            whole = os.path.join(self.path, self.prefix_of_tables)
+            whole = os.path.join(self.path, TABLES)
             if self.layout:
                 with directories.checkpoint_reader(whole) as reader:
-                    listed = self._listed(reader, self.prefix_of_tables)
+                    listed = self._listed(reader, TABLES)
                 files.verify(whole, self.layout, *listed, servers)
             if self.changed:
                 files.verify(prefix, self.layout, shapes, types, servers, only_changed=True)
@@ -273,14 +271,12 @@ class BackupStore:
             path = self.files.local(step)
             body = _read_record(path)
             layout = body.get("tables") or {}
-            readable = [1, _format(layout)]
-            if body["format"] not in readable:
+            if body["format"] != _format(layout):
                 raise UsageError(
-                    f"backup {name} has format {body['format']}, this version reads up to "
-                    f"{readable[-1]}: resume with the version that wrote it, or use another "
+                    f"backup {name} has format {body['format']}, this version reads "
+                    f"{_format(layout)}: resume with the version that wrote it, or use another "
                     "backup_dir."
                 )
-            in_tensors = body["format"] != readable[-1]
             for file, size in body["sizes"].items():
                 if not _FILES.fullmatch(file):
                     raise ValueError(f"it lists a file {file!r}")
@@ -288,7 +284,7 @@ class BackupStore:
                 if found != size:
                     raise ValueError(f"{file} has {found} of {size} bytes")
             index = directories.sha256(os.path.join(path, f"{PREFIX}.index"))
-            of_tables = None if in_tensors else _index_of_tables(path, layout)
+            of_tables = _index_of_tables(path, layout)
             if (index, of_tables) != (body["index_sha256"], body.get("tables_index_sha256")):
                 raise ValueError("its index does not match its checksum")
             if body["step"] != step or not isinstance(body["record"], dict):
@@ -297,8 +293,7 @@ class BackupStore:
             raise
         except (*_MALFORMED, OSError, tf.errors.OpError) as e:
             raise Damaged(f"backup {name} is damaged: {first_line(e)}") from e
-        holder, changed = PREFIX if in_tensors else TABLES, bool(body.get("changed"))
-        return Backup(name, path, step, body["record"], layout, holder, changed)
+        return Backup(name, path, step, body["record"], layout, bool(body.get("changed")))
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
