@@ -448,3 +448,32 @@ def test_kind_of_an_increment(increment: Any, expected: str) -> None:
 
 def test_flow_of_an_eager_tensor_is_unknown() -> None:
     assert Dataflow(()).of(tf.reduce_sum(tf.ones([4]))) == Flow("unknown")
+
+
+def of_unknown_rank(x: Any) -> Any:
+    return tf.numpy_function(lambda x: x, [x], tf.float32)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: tf.unstack(x, num=2, axis=1)[0],
+        lambda x: tf.split(x, 2, axis=1)[0],
+        lambda x: tf.expand_dims(x, 1),
+        lambda x: tf.stack([x, x], axis=1),
+        lambda x: tf.concat([x, x], axis=1),
+        lambda x: tf.reshape(x, [-1]),
+        lambda x: tf.linalg.diag(x),
+        lambda x: x[0],
+        lambda x: tf.gather(x, [0], axis=1),
+        lambda x: tf.matmul(x, x, transpose_b=True),
+        lambda x: tf.einsum("ij,kj->ik", x, x),
+        lambda x: tf.cumsum(x, axis=1),
+        lambda x: tf.tile(x, tf.shape(x)),
+        lambda x: tf.broadcast_to(x, tf.shape(x)),
+    ],
+)
+def test_values_of_unknown_rank(function: Any) -> None:
+    """Their flow is unknown, unless they do not depend on the batch."""
+    assert flow_of(lambda x: function(of_unknown_rank(x))).kind == "unknown"
+    assert flow_of(lambda x: function(of_unknown_rank(KERNEL + 0.0))).kind == "fixed"

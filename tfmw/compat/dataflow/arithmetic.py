@@ -16,6 +16,7 @@ from tfmw.compat.dataflow.flow import (
     has_total,
     highest_kind,
     joined_flow,
+    known_rank,
     nonlinear_flow,
     product_flow,
     rules,
@@ -198,11 +199,7 @@ def _cross_entropy(op: Any, inputs: list[Flow]) -> Any:
 
 
 def _matmul(op: Any, inputs: list[Flow]) -> Flow:
-    ranks = [t.shape.rank for t in list(op.inputs)[:2]]
-    if None in ranks:
-        return (
-            bad_flow("unknown", op) if any(f.axes for f in inputs) else product_flow(op, inputs[:2])
-        )
+    ranks = [known_rank(tensor) for tensor in list(op.inputs)[:2]]
     names = ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
     turned = [op.get_attr(name) for name in names]
     batch = [f"b{i}" for i in range(max(ranks) - 2)]
@@ -245,9 +242,8 @@ def _einsum(op: Any, inputs: list[Flow]) -> Flow:
     terms: list[list[str]] = []
     broad = 0
     for term, tensor in zip(sides.split(","), op.inputs, strict=True):
-        if tensor.shape.rank is None:
-            return bad_flow("unknown", op)
-        number = tensor.shape.rank - len(term.replace("...", "")) if "..." in term else 0
+        rank = known_rank(tensor)
+        number = rank - len(term.replace("...", "")) if "..." in term else 0
         broad = max(broad, number)
         terms.append(_letters(term, number))
     return _contraction(op, inputs, terms, _letters(result, broad))

@@ -70,10 +70,40 @@ BAD = ("compared", "nonlinear", "unknown")
 SMALL = 16  # most elements of a constant whose value is followed
 
 
+class UnknownArgument(Exception):
+    """A rule needs a rank, or the value of an input, that is unknown while the step is traced."""
+
+
 def constant_input(op: Any, inputs: list[Flow], i: int) -> Any:
     """The value of a constant input; None if it is not known."""
     known = inputs[i].constant
     return static_value(op.inputs[i]) if known is None else known
+
+
+def known_input(op: Any, inputs: list[Flow], i: int) -> Any:
+    """The value of a constant input. Raises UnknownArgument if it is not known."""
+    value = constant_input(op, inputs, i)
+    if value is None:
+        raise UnknownArgument
+    return value
+
+
+def known_rank(tensor: Any) -> int:
+    """The rank of a tensor. Raises UnknownArgument if it is not known."""
+    rank: int | None = tensor.shape.rank
+    if rank is None:
+        raise UnknownArgument
+    return rank
+
+
+def flow_without_argument(op: Any, inputs: list[Flow]) -> Flow:
+    """Flow of an operation whose rule has raised UnknownArgument.
+
+    It is that of the first input, if the others are fixed and examples vary along no axis.
+    """
+    if inputs[0].axes or any(flow.kind != "fixed" for flow in inputs[1:]):
+        return bad_flow("unknown", op)
+    return inputs[0]._replace(elements=None)
 
 
 def bad_flow(kind: str, op: Any, flows: Sequence[Flow] = ()) -> Flow:
@@ -88,11 +118,6 @@ def _origin_of(flows: Iterable[Flow]) -> Any:
 def worst_flow(flows: Sequence[Flow]) -> Flow | None:
     """The first flow of the first kind in `BAD` that occurs; None if replicas can combine all."""
     return next((flow for kind in BAD for flow in flows if flow.kind == kind), None)
-
-
-def without_axes(op: Any, flow: Flow) -> Flow:
-    """Flow of an unknown operation: that of its input, if examples vary along no axis."""
-    return bad_flow("unknown", op) if flow.axes else flow
 
 
 def aligned_flows(op: Any, flows: list[Flow]) -> list[Flow]:
@@ -269,10 +294,8 @@ def by_rows(op: Any, inputs: list[Flow]) -> Any:
     if kind in ("fixed", "size") and not any(flow.axes for flow in inputs):
         return Flow(kind, degree=None if kind == "size" else 0)
     iterations = [a for flow in inputs for a in flow.axes if a[0] == ITERATIONS]
-    if any(axis > 0 for flow in inputs for axis, _ in flow.axes):
-        return bad_flow("unknown", op, inputs)
     labels = {label for flow in inputs for axis, label in flow.axes if axis == 0}
-    if len(labels) > 1:
+    if len(labels) > 1 or any(axis > 0 for flow in inputs for axis, _ in flow.axes):
         return bad_flow("unknown", op, inputs)
     out = []
     for tensor in op.outputs:

@@ -15,6 +15,7 @@ from tfmw.compat.dataflow.flow import (
     ITERATIONS,
     SEGMENTS,
     Flow,
+    UnknownArgument,
     bad_flow,
     by_rows,
     constant_input,
@@ -25,6 +26,8 @@ from tfmw.compat.dataflow.flow import (
     joined_flow,
     joined_label,
     joined_parts,
+    known_input,
+    known_rank,
     nonlinear_flow,
     rules,
     tag_of,
@@ -35,13 +38,9 @@ from tfmw.compat.graph import static_value
 
 
 def _concat(op: Any, inputs: list[Flow]) -> Flow:
-    parts, axis_of = list(op.inputs)[:-1], constant_input(op, inputs, -1)
-    rank, inputs = op.outputs[0].shape.rank, inputs[:-1]
-    if axis_of is None or not rank:
-        return (
-            joined_flow(op, inputs) if not any(f.axes for f in inputs) else bad_flow("unknown", op)
-        )
-    axis = int(np.squeeze(axis_of)) % rank
+    parts, rank = list(op.inputs)[:-1], known_rank(op.outputs[0])
+    axis = int(np.squeeze(known_input(op, inputs, -1))) % rank
+    inputs = inputs[:-1]
     labels = [flow.label(axis) for flow in inputs]
     if all(label is None for label in labels):
         known = [_elements(flow, tensor) for flow, tensor in zip(inputs, parts, strict=True)]
@@ -74,23 +73,19 @@ def _elements(flow: Flow, tensor: Any) -> list[Flow] | None:
 
 
 def _pack(op: Any, inputs: list[Flow]) -> Flow:
-    rank = op.outputs[0].shape.rank
+    rank = known_rank(op.outputs[0])
     if rank == 1 and highest_kind(inputs) in ("fixed", "size") and not any(f.axes for f in inputs):
         return vector_flow(flow._replace(elements=None) for flow in inputs)
-    if rank is None:
-        return (
-            joined_apart(op, inputs) if not any(f.axes for f in inputs) else bad_flow("unknown", op)
-        )
     axis = op.get_attr("axis") % rank
     shifted = [f.along((a + (a >= axis), label) for a, label in f.axes) for f in inputs]
     return joined_apart(op, shifted)
 
 
 def _unpack(op: Any, inputs: list[Flow]) -> Any:
-    flow, rank = inputs[0], op.inputs[0].shape.rank
+    flow = inputs[0]
     if flow.elements is not None and len(flow.elements) == len(op.outputs):
         return list(flow.elements)
-    axis = op.get_attr("axis") % rank
+    axis = op.get_attr("axis") % known_rank(op.inputs[0])
     if flow.label(axis) is not None:
         return _selected_rows(op, flow)
     return flow.along((a - (a > axis), label) for a, label in flow.axes)
@@ -105,13 +100,10 @@ def _selected_rows(op: Any, flow: Flow) -> Flow:
 
 def _split(op: Any, inputs: list[Flow]) -> Any:
     at, values = (0, 1) if op.type == "Split" else (2, 0)
-    flow, axis_of = inputs[values], constant_input(op, inputs, at)
-    rank = op.inputs[values].shape.rank
+    flow = inputs[values]
     if not flow.axes:
         return flow._replace(elements=None)
-    if axis_of is None or rank is None:
-        return bad_flow("unknown", op)
-    axis = int(np.squeeze(axis_of)) % rank
+    axis = int(np.squeeze(known_input(op, inputs, at))) % known_rank(op.inputs[values])
     label = flow.label(axis)
     if label is None:
         return flow.along(flow.axes)
@@ -127,11 +119,11 @@ def _split(op: Any, inputs: list[Flow]) -> Any:
     return _selected_rows(op, flow)
 
 
-def _slice_bounds(op: Any) -> list[tuple[Any, ...]] | None:
+def _slice_bounds(op: Any) -> list[tuple[Any, ...]]:
     """Entries of a StridedSlice: ("new",), ("all",), ("index", i) or ("range", i)."""
-    rank, count = op.inputs[0].shape.rank, op.inputs[1].shape.num_elements()
-    if rank is None or count is None:
-        return None
+    rank, count = known_rank(op.inputs[0]), op.inputs[1].shape.num_elements()
+    if count is None:
+        raise UnknownArgument
     names = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
     masks = {name: op.get_attr(f"{name}_mask") for name in names}
     out: list[tuple[Any, ...]] = []
@@ -158,12 +150,9 @@ def _strided_slice(op: Any, inputs: list[Flow]) -> Flow:
         return _slice_of_elements(op, inputs)
     if not any(axis >= 0 for axis, _ in flow.axes):
         return flow
-    entries = _slice_bounds(op)
-    if entries is None:
-        return bad_flow("unknown", op)
     axes: list[tuple[int, Any]] = [a for a in flow.axes if a[0] < 0]
     source = place = 0
-    for entry in entries:
+    for entry in _slice_bounds(op):
         if entry[0] == "new":
             place += 1
             continue
@@ -222,14 +211,11 @@ def _bound(tensor: Any, flow: Flow, i: int) -> Any:
     value = static_value(tensor) if flow.constant is None else flow.constant
     if value is not None:
         return int(value[i])
-    element = flow.elements[i] if flow.elements is not None and i < len(flow.elements) else None
-    if element is not None and element.constant is not None:
+    element = _element(flow, i)
+    if element.constant is not None:
         return int(element.constant)
-    if element is not None and element.sized is not None:
-        return None
-    if element is not None and element.kind == "size" and element.degree == 1:
-        return "size"
-    return None
+    is_number_of_examples = (element.kind, element.degree, element.sized) == ("size", 1, None)
+    return "size" if is_number_of_examples else None
 
 
 def _slice(op: Any, inputs: list[Flow]) -> Flow:
@@ -269,19 +255,17 @@ def _element(flow: Flow, i: int) -> Flow:
     """The flow of an element of a small vector."""
     if flow.constant is not None:
         return Flow(constant=int(flow.constant[i]))
-    return Flow("unknown") if flow.elements is None else flow.elements[i]
+    elements = flow.elements or ()
+    return elements[i] if i < len(elements) else Flow("unknown")
 
 
 def _along_axis(op: Any, inputs: list[Flow]) -> Flow:
     """Flow of operations that mix the elements of some axes: cumulative sums, reverse, roll."""
-    flow, rank = inputs[0], op.inputs[0].shape.rank
+    flow = inputs[0]
     if not flow.axes or flow.kind != "rows":
         nonlinear = flow.kind == "reduced" and op.type == "Cumprod"
         return nonlinear_flow(op, [flow]) if nonlinear else flow
-    at = 2 if op.type == "Roll" else 1
-    axes = constant_input(op, inputs, at)
-    if axes is None or rank is None:
-        return bad_flow("unknown", op)
+    rank, axes = known_rank(op.inputs[0]), known_input(op, inputs, 2 if op.type == "Roll" else 1)
     if any(flow.label(int(a) % rank) is not None for a in np.ravel(axes)):
         return bad_flow("compared", op, [flow])
     return flow
@@ -309,9 +293,8 @@ def _shuffled(op: Any, inputs: list[Flow]) -> Flow:
 
 def _gather(op: Any, inputs: list[Flow]) -> Flow:
     params, indices = inputs[0], inputs[1]
-    rank, of_indices = op.inputs[0].shape.rank, op.inputs[1].shape.rank
     if op.type == "ResourceGather":
-        params, rank = FIXED, 2
+        params = FIXED
         axis, batch_dims = 0, op.get_attr("batch_dims")
     elif op.type == "Gather":
         axis, batch_dims = 0, 0
@@ -324,15 +307,12 @@ def _gather(op: Any, inputs: list[Flow]) -> Flow:
             chosen = [params.elements[int(i)] for i in np.ravel(places)]
             return vector_flow(chosen) if np.ndim(places) else chosen[0]
         batch_dims = op.get_attr("batch_dims")
-        if rank is None or number is None:
-            return bad_flow("unknown", op)
-        axis = int(np.squeeze(number)) % rank
+        axis = int(np.squeeze(known_input(op, inputs, 2))) % known_rank(op.inputs[0])
     if params.kind == "fixed" and indices.kind == "fixed":
         return FIXED
     if has_total([indices]):
         return bad_flow("nonlinear", op, inputs)
-    if of_indices is None:
-        return bad_flow("unknown", op)
+    of_indices = known_rank(op.inputs[1])
     label = params.label(axis)
     if label is not None:
         if of_indices == 0 and indices.label(ITERATIONS) is not None:

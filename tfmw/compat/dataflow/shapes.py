@@ -25,9 +25,10 @@ from tfmw.compat.dataflow.flow import (
     joined_flow,
     joined_label,
     joined_parts,
+    known_input,
+    known_rank,
     rules,
     tag_of,
-    without_axes,
 )
 from tfmw.compat.graph import ancestors
 
@@ -42,28 +43,19 @@ _RANDOM = (
 
 
 def _transpose(op: Any, inputs: list[Flow]) -> Flow:
-    order = constant_input(op, inputs, 1)
-    if order is None:
-        return without_axes(op, inputs[0])
-    places = {int(a): i for i, a in enumerate(order)}
+    places = {int(a): i for i, a in enumerate(known_input(op, inputs, 1))}
     return inputs[0].along((places.get(a, a), label) for a, label in inputs[0].axes)
 
 
 def _expand(op: Any, inputs: list[Flow]) -> Flow:
-    axis = constant_input(op, inputs, 1)
-    rank = op.inputs[0].shape.rank
-    if axis is None or rank is None:
-        return without_axes(op, inputs[0])
-    at = int(np.squeeze(axis)) % (rank + 1)
+    at = int(np.squeeze(known_input(op, inputs, 1))) % (known_rank(op.inputs[0]) + 1)
     return inputs[0].along((a + (a >= at), label) for a, label in inputs[0].axes)
 
 
 def _squeeze(op: Any, inputs: list[Flow]) -> Flow:
-    shape = op.inputs[0].shape
-    if shape.rank is None:
-        return without_axes(op, inputs[0])
-    gone = {a % shape.rank for a in op.get_attr("squeeze_dims")}
-    gone = gone or {i for i, d in enumerate(shape) if d == 1}
+    rank = known_rank(op.inputs[0])
+    gone = {a % rank for a in op.get_attr("squeeze_dims")}
+    gone = gone or {i for i, d in enumerate(op.inputs[0].shape) if d == 1}
     return inputs[0].along(
         (a - sum(1 for g in gone if 0 <= g < a), label)
         for a, label in inputs[0].axes
@@ -76,10 +68,9 @@ def _reshape(op: Any, inputs: list[Flow]) -> Flow:
     if not any(axis >= 0 for axis, _ in flow.axes):
         keeps = flow.kind in ("fixed", "reduced") or op.outputs[0].shape.rank == 0
         return flow if keeps else flow._replace(elements=None)
-    before, after = op.inputs[0].shape, op.outputs[0].shape
-    if before.rank is None or after.rank is None:
-        return bad_flow("unknown", op)
-    moved = _reshaped_axes(op, flow, before.as_list(), after.as_list())
+    tensors = op.inputs[0], op.outputs[0]
+    before, after = ([t.shape[i] for i in range(known_rank(t))] for t in tensors)
+    moved = _reshaped_axes(op, flow, before, after)
     if moved is None:
         return bad_flow("compared" if flow.has_pairs else "unknown", op, [flow])
     return flow.along(moved)
@@ -265,9 +256,7 @@ def _range(op: Any, inputs: list[Flow]) -> Flow:
 
 def _broadcast_to(op: Any, inputs: list[Flow]) -> Flow:
     flow = inputs[0]
-    rank, before = op.outputs[0].shape.rank, op.inputs[0].shape.rank
-    if rank is None or before is None:
-        return flow if not flow.axes and inputs[1].kind == "fixed" else bad_flow("unknown", op)
+    rank, before = known_rank(op.outputs[0]), known_rank(op.inputs[0])
     moved = flow.along((a + rank - before if a >= 0 else a, label) for a, label in flow.axes)
     added = [
         (axis, element.sized or EXAMPLES)
@@ -290,9 +279,7 @@ def with_sizes(op: Any, flow: Flow, added: list[tuple[int, Any]]) -> Flow:
 
 def _tile(op: Any, inputs: list[Flow]) -> Flow:
     flow, often = inputs[0], inputs[1]
-    rank = op.inputs[0].shape.rank
-    if rank is None:
-        return flow if not flow.axes and often.kind == "fixed" else bad_flow("unknown", op)
+    rank = known_rank(op.inputs[0])
     times = constant_input(op, inputs, 1)
     shape, out = op.inputs[0].shape, op.outputs[0].shape
     axes: list[tuple[int, Any]] = [a for a in flow.axes if a[0] < 0]
@@ -321,12 +308,10 @@ def _tile(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _one_hot(op: Any, inputs: list[Flow]) -> Flow:
-    flow, rank = inputs[0], op.outputs[0].shape.rank
+    flow = inputs[0]
     if flow.kind == "reduced":
         return bad_flow("nonlinear", op, inputs)
-    if rank is None:
-        return without_axes(op, flow)
-    axis = op.get_attr("axis") % rank
+    axis = op.get_attr("axis") % known_rank(op.outputs[0])
     out = flow.along((a + (a >= axis), label) for a, label in flow.axes)
     if inputs[1].kind == "size":
         out = with_sizes(op, out, [(axis, EXAMPLES)])
@@ -335,9 +320,7 @@ def _one_hot(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _diag(op: Any, inputs: list[Flow]) -> Flow:
-    flow, rank = inputs[0], op.inputs[0].shape.rank
-    if rank is None:
-        return without_axes(op, flow)
+    flow, rank = inputs[0], known_rank(op.inputs[0])
     if op.type in ("Diag", "MatrixDiag", "MatrixDiagV2", "MatrixDiagV3"):
         label = flow.label(rank - 1)
         if label is None:

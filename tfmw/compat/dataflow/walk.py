@@ -19,7 +19,9 @@ from tfmw.compat.dataflow.flow import (
     SMALL,
     Flow,
     Rule,
+    UnknownArgument,
     by_rows,
+    flow_without_argument,
     has_total,
     joined_flow,
     nonlinear_flow,
@@ -136,7 +138,10 @@ class Dataflow:
                     return [Flow(constant=_folded(op, inputs))] * len(op.outputs)
             if op.type not in _RULES:
                 return [FIXED] * len(op.outputs)
-        found = _RULES.get(op.type, by_rows)(op, inputs)
+        try:
+            found = _RULES.get(op.type, by_rows)(op, inputs)
+        except UnknownArgument:
+            found = flow_without_argument(op, inputs)
         found = found if isinstance(found, list) else [found] * len(op.outputs)
         return [flow._replace(constant=None) if flow.axes == () else flow for flow in found]
 
