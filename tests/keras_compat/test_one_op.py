@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfmw.compat.parameter_servers import TracedOp, calls_function, one_op
+from tfmw.compat.graph import calls_function
+from tfmw.compat.parameter_servers import TracedOp, one_op
 
 FLOAT = tf.TensorSpec([None], tf.float32)
 ELSEWHERE = "/job:ps/replica:0/task:0/device:CPU:0"

@@ -217,7 +217,7 @@ def test_a_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     times = StepTimes(clock=clock)
 
     def run(seconds: float, steps: int, input_s: float = 0.0, measured: bool = True) -> None:
-        with times.of_call() as call:
+        with times.measured_call() as call:
             clock.now += seconds
             call.steps, call.input_s, call.measured = steps, input_s, measured
 

@@ -232,6 +232,26 @@ def test_a_plain_call_is_named_as_the_script_makes_it(monkeypatch: pytest.Monkey
     assert set(found) == {"model.evaluate", "tfmw.evaluate"}
 
 
+@pytest.mark.parametrize(
+    ("file", "installed"),
+    [
+        ("/home/user/train.py", False),
+        ("/tmp/ipykernel_7/1.py", False),
+        ("<ipython-input-3-0a>", False),
+        ("<stdin>", False),
+        ("<frozen importlib._bootstrap>", True),
+        ("<string>", True),
+        ("/usr/lib/python3.11/threading.py", True),
+        ("/usr/lib/python3/dist-packages/numpy/core.py", True),
+        ("/opt/site-packages/keras/__init__.py", True),
+        ("/tmp/__autograph_generated_file7.py", True),
+        (tfmw.__file__, True),
+    ],
+)
+def test_code_of_the_user_and_of_libraries(file: str, installed: bool) -> None:
+    assert stacks.is_installed(file) is installed
+
+
 def test_a_directory_of_backups_for_plain_calls_is_not_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

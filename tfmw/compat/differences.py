@@ -6,22 +6,11 @@ computes it. `Dataflow` finds that line.
 
 from __future__ import annotations
 
-import os
-import sysconfig
-
 import tensorflow as tf
 
 from tfmw.compat.dataflow.arithmetic import BINARY
 from tfmw.compat.dataflow.flow import Flow
-
-_TFMW = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_LIBRARIES = tuple(
-    os.path.join(folder, "")
-    for folder in {_TFMW, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
-)
-
-# Libraries outside of this environment, and code that AutoGraph has written.
-_OF_OTHERS = ("/site-packages/", "/dist-packages/", "__autograph_generated_file")
+from tfmw.observe.stacks import is_installed
 
 _WHOLE_BATCHES = (
     "Train with split_batch=False, which gives each replica whole batches, or on one replica."
@@ -95,8 +84,6 @@ def _reason(flow: Flow) -> str | None:
 def user_line(op: tf.Operation) -> str | None:
     """file:line of the program that made an operation; None if only libraries did."""
     for frame in reversed(op.traceback or ()):
-        if not frame.filename.startswith((*_LIBRARIES, "<frozen")) and not any(
-            part in frame.filename for part in _OF_OTHERS
-        ):
+        if not is_installed(frame.filename):
             return f"{frame.filename}:{frame.lineno}, in {frame.name}"
     return None

@@ -87,10 +87,14 @@ def depends_on(value: tf.Tensor, given: tf.Tensor) -> bool:
     return any(tensor is given for op in ancestors([value]) for tensor in op.inputs)
 
 
+def calls_function(op: tf.Operation) -> bool:
+    """Whether an operation runs a function, such as `tf.cond` and `tf.while_loop`."""
+    return any(attribute.HasField("func") for attribute in op.node_def.attr.values())
+
+
 def is_pure(op: tf.Operation) -> bool:
     """Whether an operation depends on its inputs alone: on no state, and calls no function."""
-    calls = any(attribute.HasField("func") for attribute in op.node_def.attr.values())
-    return not (op.op_def.is_stateful or op.type == "Placeholder" or calls)
+    return not (op.op_def.is_stateful or op.type == "Placeholder" or calls_function(op))
 
 
 def function_of(

@@ -140,8 +140,8 @@ def saveable_state(part: Any) -> dict[str, Any]:
     state = {k: None if k in functions else v for k, v in _own_state(part).items()}
     if isinstance(part, keras.Model):  # Keras sets these at the start of a call
         flags = dict.fromkeys(("stop_training", "stop_evaluating", "stop_predicting"), False)
-        of_call: dict[str, Any] = {**flags, "history": None}
-        state = {k: v for k, v in state.items() if k not in of_call} | of_call
+        initial: dict[str, Any] = {**flags, "history": None}
+        state = {k: v for k, v in state.items() if k not in initial} | initial
     return state
 
 

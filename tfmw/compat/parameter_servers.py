@@ -17,7 +17,7 @@ from tensorflow.python.eager import cancellation as _cancellation
 from tensorflow.python.eager import record as _record
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
 
-from tfmw.compat.graph import ancestors
+from tfmw.compat.graph import ancestors, calls_function
 from tfmw.compat.models import layers_of
 from tfmw.compat.objects import overridden
 
@@ -121,11 +121,6 @@ def _is_own_cpu(device: str) -> bool:
     """Whether a device is the CPU of the task that runs a function, for any task."""
     spec = tf.DeviceSpec.from_string(device)
     return spec.job is None and spec.device_type in (None, "CPU") and not spec.device_index
-
-
-def calls_function(op: tf.Operation) -> bool:
-    """Whether an op runs a function, such as `tf.cond` and `tf.while_loop`."""
-    return any(attribute.HasField("func") for attribute in op.node_def.attr.values())
 
 
 def cancelable(function: Any, *arguments: Any) -> tuple[Callable[[], Any], Callable[[], None]]:

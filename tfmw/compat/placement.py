@@ -43,7 +43,7 @@ from tfmw.errors import UsageError
 
 # Multiplied by the replica number and combined with the seeds, so that dropout masks differ between
 # replicas.
-_SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: neighbouring replicas have distant seeds
+SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: neighbouring replicas have distant seeds
 
 
 def all_variables(model: keras.Model) -> list[Any]:
@@ -314,7 +314,7 @@ def vary_seeds(model: keras.Model, replica: int) -> None:
 
 def _fold(replica: int) -> np.ndarray:
     """int64 [2]: the XOR difference of a replica's seeds from those of replica 0."""
-    return np.array([replica * _SEED_STEP & 0x7FFFFFFF, 0])
+    return np.array([replica * SEED_STEP & 0x7FFFFFFF, 0])
 
 
 def raw_variables(model: keras.Model) -> list[tuple[str, tf.Variable]]:

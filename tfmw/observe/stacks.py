@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from types import FrameType
 
-_TFMW = str(Path(__file__).resolve().parents[1]) + os.sep
-_LIBRARY = re.compile(r"/lib/python\d")
+_TFMW = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+# "__autograph_generated_file" is code that AutoGraph has written.
+_LIBRARY = re.compile(r"/lib/python\d|site-packages|__autograph_generated_file")
+_TYPED = ("<stdin", "<ipython-input", "<python-input")  # code of prompts and notebooks
 
 
 def is_installed(file: str) -> bool:
     """Whether a file belongs to Python, to an installed package or to tfmw."""
-    return (
-        file.startswith(("<", _TFMW))
-        or "site-packages" in file
-        or _LIBRARY.search(file) is not None
-    )
+    generated = file.startswith("<") and not file.startswith(_TYPED)
+    return generated or file.startswith(_TFMW) or _LIBRARY.search(file) is not None
 
 
 def users_call(frame: FrameType | None) -> str:

@@ -1,7 +1,7 @@
 """Training time of a worker by its parts: input, communication, computing.
 
 times = StepTimes()
-with times.of_call() as call:        # around a call of the driver
+with times.measured_call() as call:        # around a call of the driver
     call.steps, call.examples, call.input_s = 20, 640, 0.31
 before = times.copy()
 split = times.since(before)          # Split(steps=20, step_s=0.051, input_s=..., ...)
@@ -65,7 +65,7 @@ class StepTimes:
     clock: Callable[[], float] = time.monotonic
 
     @contextlib.contextmanager
-    def of_call(self) -> Iterator[TimedCall]:
+    def measured_call(self) -> Iterator[TimedCall]:
         """Measures a call of the driver."""
         call, begin, exchanged = TimedCall(), self.clock(), recorder.totals().seconds
         spent = goodput.spent()

@@ -186,7 +186,7 @@ class SyncDriver:
             return max_steps
 
     def _run(self, loop: Callable[..., Any], iterator: Any, max_steps: int, trains: bool) -> int:
-        with self.times.of_call() as call:
+        with self.times.measured_call() as call:
             steps_done, examples, waited = loop(iterator, tf.constant(max_steps, tf.int64))
             if trains:
                 call.steps, call.examples = int(steps_done), int(examples)

@@ -35,7 +35,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw import data
-from tfmw.compat import models, objects, optimizers, parameter_servers
+from tfmw.compat import models, objects, optimizers, parameter_servers, placement
 from tfmw.compat.metric_variables import metric_variables, note_combination, recorded_assignments
 from tfmw.compat.objects import contains, unique
 from tfmw.errors import UsageError
@@ -61,8 +61,6 @@ from tfmw.train.parameter_server.variables import PACK_BYTES, ServerPack, Server
 
 UNROLLED = 10
 """Steps in one iteration of the traced loop: each iteration costs messages between processes."""
-
-_SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: neighbouring tickets give distant seeds
 
 
 class WorkerSteps:
@@ -419,7 +417,7 @@ class _StepOp:
 
 def _initial_seed(local: Any, value: tf.Tensor, ticket: tf.Tensor) -> tf.Tensor:
     """Assigns a seed for this ticket to a local copy, and returns it."""
-    fold = tf.cast(ticket * _SEED_STEP % (1 << 31), tf.uint32)
+    fold = tf.cast(ticket * placement.SEED_STEP % (1 << 31), tf.uint32)
     begun = tf.bitwise.bitwise_xor(
         tf.cast(value, tf.uint32), tf.stack([fold, tf.constant(0, tf.uint32)])
     )
