@@ -5,8 +5,9 @@
 Two workers train a toy model with a backup every 20 steps; one of them is killed. For each
 contender it prints the median of three times, in seconds since the kill. They are: detected (the
 launcher says so, or the first process of the new attempt appears); restarted (the script runs
-again, in every worker); first new step. torchrun restarts the same training in PyTorch, if torch is
-installed: in this environment, or in the one of the given Python.
+again, in every new worker); first new step. Without backups, tfmw replaces the lost worker alone.
+torchrun restarts the same training in PyTorch, if torch is installed: in this environment, or in
+the one of the given Python.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 KILL_AT_STEP = 60
 GLOO_TIMEOUT_S = 10
 START_TIMEOUT_S = 60
+ALONE = "tfmw run, no backups"
 
 
 # ---- what is trained ----------------------------------------------------------------------------
 
 
-def train_tfmw(folder: str) -> None:
+def train_tfmw(folder: str | None) -> None:
     """A toy model on the cluster that `tfmw run` made."""
     print(f"script {os.getpid()}", flush=True)
     import keras
@@ -49,6 +52,7 @@ def train_tfmw(folder: str) -> None:
             print(f"made step {int(self.model.optimizer.iterations)}", flush=True)
             time.sleep(0.02)  # as in train_torch
 
+    backups: Any = {} if folder is None else {"backup_dir": folder, "backup_every": 20}
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(10), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.random.default_rng(0).normal(size=(6400, 20)).astype("float32")
@@ -60,8 +64,7 @@ def train_tfmw(folder: str) -> None:
         epochs=1000,
         verbose=0,
         callbacks=[Say()],
-        backup_dir=folder,
-        backup_every=20,
+        **backups,
     )
 
 
@@ -100,8 +103,8 @@ def train_torch(folder: str) -> None:
 # ---- the measurement ----------------------------------------------------------------------------
 
 
-def measure(command: list[str]) -> dict[str, float]:
-    """Seconds from the kill to each event of one run of `command`."""
+def measure(command: list[str], new: int) -> dict[str, float]:
+    """Seconds from the kill to each event of one run of `command`, which starts `new` workers."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
     # Otherwise workers of torch 2.13's second attempt may find the addresses of the first in the
@@ -130,9 +133,9 @@ def measure(command: list[str]) -> dict[str, float]:
             if "script " in line:
                 again += 1
                 seen.setdefault("detected", now)
-                if again == 2:
+                if again == new:
                     seen["restarted"] = now
-            if again == 2 and "made step " in line:
+            if again == new and "made step " in line:
                 return {**seen, "first new step": now}
         raise RuntimeError(f"the run ended after {seen}")
     finally:
@@ -167,6 +170,7 @@ def main() -> None:
         return
     tfmw = [sys.executable, "-m", "tfmw", "run", "--workers", "2", "--max-restarts", "1"]
     ways = {
+        ALONE: tfmw,
         "tfmw run": tfmw,
         "tfmw run, --standby off": [*tfmw, "--standby", "off"],
     }
@@ -187,8 +191,9 @@ def main() -> None:
         for _ in range(options.repeat):
             with tempfile.TemporaryDirectory() as folder:
                 train = ["--train", "torch" if name == "torchrun" else "tfmw"]
-                command = [*way, __file__, *train, "--backup_dir", folder]
-                rows.append(measure(command))
+                if name != ALONE:
+                    train += ["--backup_dir", folder]
+                rows.append(measure([*way, __file__, *train], 1 if name == ALONE else 2))
         keys = ("detected", "restarted", "first new step")
         medians = [statistics.median(row[key] for row in rows) for key in keys]
         print(f"{name:26}{medians[0]:10.2f}{medians[1]:11.2f}{medians[2]:16.2f}", flush=True)

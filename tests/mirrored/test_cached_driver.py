@@ -6,6 +6,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ from tests.helpers import cluster
 from tests.helpers.cases import each, every
 from tfmw.compat import objects
 from tfmw.compat.kept import ATTRIBUTE, kept_with
+from tfmw.train.mirrored import cached_driver
 
 X: Any = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 Y = X[:, :1]
@@ -298,3 +300,16 @@ def test_models_made_in_the_scope_of_a_strategy_and_outside_of_it(run_cluster):
             found,
             expected,
         )
+
+
+def test_traces_are_kept_beside_a_new_worker_if_steps_update_all_state_of_layers():
+    """A worker without a trace exchanges all moving averages; one with a trace, those updated."""
+    mean, frozen = object(), object()
+
+    def kept(updated: list[object]) -> Any:
+        state = SimpleNamespace(variables=lambda: updated, all_variables=lambda: [mean, frozen])
+        driver: Any = SimpleNamespace(updates=[SimpleNamespace(parted=None)], state=state)
+        return cached_driver._CachedDriver([], [], driver, None)
+
+    assert kept([mean, frozen]).suits_new_workers
+    assert not kept([mean]).suits_new_workers

@@ -291,6 +291,19 @@ def test_workers_that_sum_arrays_of_different_lengths_fail(joined):
     assert all(isinstance(r, RuntimeError | RingBroken) for r in results)
 
 
+def test_a_ring_that_is_connected_anew_keeps_its_methods(joined):
+    rings, size = joined(3), 3
+    sums = [one.sum for one in rings]  # as in a traced step
+    rings[1].close()
+    for rank in (0, 2):
+        with pytest.raises(RingBroken):
+            sums[rank](np.ones(5))
+    for one, new in zip(rings, joined(size), strict=True):
+        one.continue_over(new)
+    totals = in_threads(size, lambda rank: sums[rank](np.full(5, rank + 1.0)))
+    np.testing.assert_array_equal(totals, np.full((size, 5), 6.0))
+
+
 def test_silent_neighbour_is_waited_for_until_the_timeout(joined):
     rings = joined(2, timeout_s=0.3)
     with pytest.raises(RingBroken, match="no value was sent or received"):

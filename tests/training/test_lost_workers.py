@@ -28,6 +28,8 @@ def results(run: ClusterRun) -> list[dict[str, Any]]:
 def test_a_worker_and_then_the_chief_are_killed() -> None:
     undisturbed, disturbed = trained("arrays"), trained("arrays", "kill:1:1:2", "kill:0:2:4")
     assert results(disturbed) == results(undisturbed)
+    # The second loss has traced nothing again in worker 1.
+    assert [w["traces"] for w in disturbed] == [w["traces"] for w in undisturbed]
     restarts = re.findall(
         r"tfmw: restart (\d) of 5 at once, of (worker \d) alone", disturbed.output
     )

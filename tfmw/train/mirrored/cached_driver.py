@@ -8,7 +8,8 @@ trace each time. So a model keeps the driver of its last call, as Keras keeps it
 
 A trace is valid as long as Keras's would be: until the next `compile`, or until layers or variables
 are other objects. A changed attribute, such as a dropout rate, has no effect before `compile`. Only
-`trainable` has an effect, at the next call, because the placement of variables depends on it.
+`trainable` has an effect, at the next call, because the placement of variables depends on it. A
+trace also stays valid after the loss of a worker, if a new one takes its place.
 
 With several replicas in this process the traces use copies of the variables, which stay with the
 driver. Between calls their memory is free.
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
@@ -39,6 +41,14 @@ class _CachedDriver(NamedTuple):
     parts: list[Any]  # must be the same objects; a driver with others never becomes valid again
     settings: list[Any]  # settings of the model and of the call, compared by value
     driver: SyncDriver
+    unseeded: Any  # the state of draws without a seed; None: its traces draw none
+
+    @property
+    def suits_new_workers(self) -> bool:
+        """Whether a worker that has traced no step exchanges the same values."""
+        updates, state = self.driver.updates, self.driver.state
+        whole = all(update.parted is None for update in updates)
+        return whole and same_objects(state.variables(), state.all_variables())
 
 
 def same_objects(some: list[Any], others: list[Any]) -> bool:
@@ -56,9 +66,10 @@ def cached_driver(model: keras.Model, sync: Any) -> Iterator[SyncDriver]:
     """
     strategy = sync.strategy
     layers, variables = models.layers_of(model), placement.all_variables(model)
+    ring = ring_of(strategy)
     parts = [
         strategy,
-        ring_of(strategy),
+        ring,
         membership.reduction_options(strategy),
         datasets.source_of_seeds(),
         reduction.zero_factor(),
@@ -66,7 +77,6 @@ def cached_driver(model: keras.Model, sync: Any) -> Iterator[SyncDriver]:
         *layers,
         *variables,
         *map(models.native, variables),
-        models.unseeded_state(),
     ]
     settings = [
         sync.compression,
@@ -78,7 +88,12 @@ def cached_driver(model: keras.Model, sync: Any) -> Iterator[SyncDriver]:
     ]
     # An invalid driver is freed before the call needs memory.
     kept = kept_with(model)
-    others = [k for k in kept.drivers if same_objects(k.parts, parts)]
+    unseeded = models.unseeded_state()
+    others = [
+        k
+        for k in kept.drivers
+        if same_objects(k.parts, parts) and (k.unseeded is None or k.unseeded is unseeded)
+    ]
     kept.drivers = ()
     number = next(
         (
@@ -90,20 +105,26 @@ def cached_driver(model: keras.Model, sync: Any) -> Iterator[SyncDriver]:
         None,
     )
     # All workers reuse it, or none does: TensorFlow numbers collectives in the order of tracing.
-    numbers = set(Group.of(strategy).from_all(number))
-    if number is not None and len(numbers) == 1:
+    # Over the ring, a new worker may trace alone.
+    same = len(set(Group.of(strategy).from_all(number))) == 1
+    if number is not None and (same or (ring is not None and others[number].suits_new_workers)):
         driver = others.pop(number).driver
         driver.reset()
     else:
         driver = SyncDriver(model, sync)
+    lost: tf.errors.UnavailableError | None = None
     try:
         with driver:
             yield driver
+    except tf.errors.UnavailableError as e:
+        lost = e  # a worker; this one may continue with a new one in its place
     finally:
         kept.drivers = ()  # drivers of nested calls
-    parts[-1] = models.unseeded_state()  # exists from the first draw on
-    for i in set(driver.copies) - {id(v) for v in [*variables, parts[-1]]}:
+    unseeded = models.unseeded_state()  # exists from the first draw on
+    for i in set(driver.copies) - {id(v) for v in [*variables, unseeded]}:
         del driver.copies[i]
     for copy in driver.copies.values():
         memory.free(copy)
-    kept.drivers = [_CachedDriver(parts, settings, driver), *others][:_MOST_KEPT]
+    kept.drivers = [_CachedDriver(parts, settings, driver, unseeded), *others][:_MOST_KEPT]
+    if lost is not None:
+        raise lost

@@ -191,5 +191,4 @@ def may_rejoin(strategy: tf.distribute.Strategy) -> bool:
     """Whether the workers of a strategy can continue after the loss of one."""
     joined = membership.joined()
     of_cluster = joined is not None and strategy is joined.strategy
-    begins = connection.is_over_ring(strategy) and not connection.is_connected()
-    return bool(os.environ.get(REPLACES)) and of_cluster and begins
+    return bool(os.environ.get(REPLACES)) and of_cluster and connection.is_unconnected(strategy)

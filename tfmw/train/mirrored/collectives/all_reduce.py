@@ -143,6 +143,10 @@ class AllReduce(abc.ABC):
         with self._exchange(what):
             return self._broadcast(values)
 
+    def continue_over(self, new: AllReduce) -> None:
+        """Takes the links of a new ring with the same ranks, for steps traced with this one."""
+        vars(self).update(vars(new), turn=self.turn)
+
     @abc.abstractmethod
     def close(self) -> None:
         """Closes the links, so that collectives of the neighbours fail."""

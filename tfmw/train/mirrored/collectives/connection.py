@@ -18,7 +18,9 @@ from tfmw.train.mirrored.collectives import hierarchy, listener, ring
 from tfmw.train.mirrored.collectives.all_reduce import AllReduce, RingBroken
 from tfmw.train.mirrored.collectives.hierarchy import HIERARCHY
 
-_ring: AllReduce | None = None  # a process joins once, and has one ring
+# A process joins once, and has one ring, whose methods are in traced steps.
+_ring: AllReduce | None = None
+_connected = False
 
 
 def ring_of(strategy: tf.distribute.Strategy) -> AllReduce | None:
@@ -35,42 +37,38 @@ def ring_of(strategy: tf.distribute.Strategy) -> AllReduce | None:
 def joined_ring(joined: JoinedCluster) -> AllReduce | None:
     """The ring of a cluster; None if TensorFlow sums gradients.
 
-    All tasks must call this; the first call connects them.
+    All tasks must call this; the first call connects them, and the first one after the loss of one.
     """
-    global _ring
+    global _ring, _connected
     if not isinstance(joined.strategy, ConnectedStrategy):
         return None
-    if _ring is None:
-        _ring = connected = _connect(joined)  # a second ring ends with the call that created it
+    if not _connected:
+        # a second ring ends with the call that created it
+        _ring = connected = _connect(joined, _ring)
+        _connected = True
         joined.positions.append(lambda: None if connected.broken else connected.exchanges)
     return _ring
 
 
-def is_over_ring(strategy: tf.distribute.Strategy) -> bool:
-    """Whether a strategy of workers sums gradients over their ring."""
-    return isinstance(strategy, ConnectedStrategy)
-
-
-def is_connected() -> bool:
-    """Whether the workers have connected their ring."""
-    return _ring is not None
+def is_unconnected(strategy: tf.distribute.Strategy) -> bool:
+    """Whether a strategy sums gradients over a ring which no call has connected yet."""
+    return isinstance(strategy, ConnectedStrategy) and _ring is None
 
 
 def rejoin(made: Sequence[group.Made]) -> None:
-    """Meets the other workers again, after the loss of one; the next use connects a new ring.
+    """Meets the other workers again, after the loss of one; the next use connects the ring.
 
     Args:
         made: the calls of `Group` that a new worker makes until it is where this one is.
     """
-    global _ring
+    global _connected
     joined = membership.joined()
     assert joined is not None
     with blocking_call(REJOINS):
         coordination.current().close()
         if _ring is not None:
             _ring.close()
-        _ring = None
-        joined.strategy.extended._transport.cache_clear()
+        _connected = False
         joined.positions.clear()
         leaving.begin_again()
         joined.rejoin()
@@ -89,7 +87,8 @@ def another_ring(strategy: tf.distribute.Strategy) -> AllReduce | None:
     return _connect(joined)
 
 
-def _connect(joined: JoinedCluster) -> AllReduce:
+def _connect(joined: JoinedCluster, before: AllReduce | None = None) -> AllReduce:
+    """Connects a new ring, or anew the one of `before`."""
     workers = Group.of_cluster(joined.cluster)
     machine = None if os.environ.get(HIERARCHY) == "0" else listener.machine()
     key = membership.training_key(workers.from_chief)
@@ -103,11 +102,14 @@ def _connect(joined: JoinedCluster) -> AllReduce:
     )
     machines = [None if m is None else tuple(m) for m in workers.from_all(machine)]
     try:
-        connected = hierarchy.connect(workers.rank, machines, join)
+        new = hierarchy.connect(workers.rank, machines, join)
     except RingBroken as e:
         raise TfmwError(
             f"workers cannot sum gradients: {e}. Let workers connect to each other on any TCP "
             'port, or choose collectives="grpc", which needs the ports of the tasks only.'
         ) from e
-    coordination.current().at_failure.append(lambda error: connected.close())
-    return connected
+    coordination.current().at_failure.append(lambda error: new.close())
+    if before is None:
+        return new
+    before.continue_over(new)
+    return before
