@@ -2,9 +2,8 @@
 
     python -m bench [--all] [--rounds 1] [--out build/bench]
 
-A ratio without a goal is measured by `--all`, which takes an hour, and adds all figures to
-`bench/history.csv`, under the commit. The end names each figure that is slower than at the last
-commits.
+`--all` takes an hour: it also measures ratios without a goal. It writes the tables of a step and
+all figures into `bench/results.json`, with the commit. A diff of that file shows slower rows.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import memory, short, steps, whole
-from bench.figures import Figure, commit, markdown, record, slower
+from bench.figures import Figure, commit, keep, markdown
 
 
 def main() -> None:
@@ -30,6 +29,8 @@ def main() -> None:
         turns = steps.planned(list(steps.PLAN), []) if options.all else steps.with_goals()
         rows = steps.measure(turns, options.rounds)
         steps.keep(rows, options.out)
+        if options.all:
+            keep(steps.page_tables(rows), name)
         return steps.figures(rows)
 
     rounds = max(3, options.rounds)
@@ -42,17 +43,15 @@ def main() -> None:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     tables: list[str] = []
-    news: list[str] = []
+    measured: list[Figure] = []
     for title, measure in parts.items():
         found = measure()
-        news += slower(found)
-        if options.all:
-            record(found, name)
+        measured += found
         tables.append(markdown(title, found))
         print(tables[-1], end="\n\n", flush=True)
         (options.out / "all.md").write_text("\n\n".join(tables) + "\n")
-    if news:
-        print("slower than at the last commits:", *news, sep="\n  ")
+    if options.all:
+        keep({"figures": [["row", "figure", "goal"], *(f.cells for f in measured)]}, name)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,27 @@
-"""Results of the benchmarks, row by row, also at earlier commits: `bench/history.csv`."""
+"""Figures of the benchmarks, and the tables of the pages, which come from `bench/results.json`.
+
+    python -m bench.figures     # writes the tables of results.json into the pages
+
+A table of the file has rows of cells, the first one its heading, and the commit that was measured.
+In a page it is between `<!-- figures: NAME -->` and `<!-- end of figures -->`. `python -m bench
+--all` measures the tables of a step and of memory anew; other tables are edited in the file, after
+the command beside them in the page.
+"""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import statistics
+import json
+import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-HISTORY = Path(__file__).with_name("history.csv")
-COLUMNS = ("commit", "row", "figure")
-SLOWER = 1.15  # two runs of the same code differ by up to a tenth
-EARLIER = 5  # number of commits whose median a figure is compared with
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results.json"
+PAGE = ROOT / "docs" / "explain" / "benchmarks.md"
+_BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n\n).*?(\n<!-- end of figures -->)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,46 +40,55 @@ class Figure:
 
 def markdown(title: str, figures: Sequence[Figure]) -> str:
     """A table of rows, figures and goals."""
-    lines = [[title, "measured", "goal"], ["---"] * 3, *(figure.cells for figure in figures)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return table([[title, "measured", "goal"], *(figure.cells for figure in figures)])
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first row is its heading."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in lines)
 
 
 def commit() -> str:
     """Short hash of the measured commit, with a plus if files differ from it."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(HISTORY.parent), *arguments]
+        command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", "../tfmw")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "bench", "tfmw")
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
-def history(path: Path = HISTORY) -> list[tuple[str, str, float]]:
-    """(commit, row, figure), oldest first; empty without a file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [(r["commit"], r["row"], float(r["figure"])) for r in csv.DictReader(file)]
-
-
-def slower(figures: Sequence[Figure], path: Path = HISTORY) -> list[str]:
-    """A sentence on each figure that exceeds the median of its last commits."""
-    found, past = [], history(path)
-    for figure in figures:
-        before = [value for _, row, value in past if row == figure.row][-EARLIER:]
-        usual = statistics.median(before) if before else figure.value
-        if figure.value > SLOWER * usual:
-            found.append(f"{figure.row}: {figure.value:.2f}, before {usual:.2f}")
+def results() -> dict[str, Any]:
+    """Name of a table -> its "commit" and "rows"."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text())
     return found
 
 
-def record(figures: Sequence[Figure], name: str, path: Path = HISTORY) -> None:
-    """Adds the figures of a commit to the history, in place of those that it has of the commit."""
-    new = [(name, figure.row, figure.value) for figure in figures]
-    again = {row for _, row, _ in new}
-    kept = [each for each in history(path) if each[0] != name or each[1] not in again]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows((c, row, f"{value:.4g}") for c, row, value in [*kept, *new])
+def keep(tables: Mapping[str, Sequence[Sequence[str]]], name: str) -> None:
+    """Replaces tables in the file of results.
+
+    Args:
+        name: of the measured commit.
+    """
+    new = {title: {"commit": name, "rows": rows} for title, rows in tables.items()}
+    text = json.dumps({**results(), **new}, indent=1, ensure_ascii=False)
+    row = re.compile(r"\[\n\s+([^\[\]]*?)\n\s+\]")  # one line for each row
+    text = row.sub(lambda match: "[" + re.sub(r"\n\s+", " ", match[1]) + "]", text)
+    RESULTS.write_text(text + "\n")
+
+
+def written(page: str, tables: Mapping[str, Any]) -> str:
+    """A page with its tables as they are in the file of results."""
+
+    def block(match: re.Match[str]) -> str:
+        found = tables[match[2]]
+        end = f"\n\nCommit {found['commit']}.\n"
+        return match[1] + table(found["rows"]) + end + match[3]
+
+    return _BLOCK.sub(block, page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(), results()))

@@ -30,7 +30,11 @@ TIMEOUT_S = 400
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Milliseconds per step of one contender: median, least and most of its epochs."""
+    """Milliseconds per step of one contender: median, least and most of its epochs.
+
+    Attributes:
+        rounds: the median of each round.
+    """
 
     work: str
     workers: int
@@ -38,6 +42,7 @@ class Row:
     ms: float
     least: float
     most: float
+    rounds: tuple[float, ...] = ()
 
 
 # Work -> workers -> contenders, the first one ours.
@@ -86,6 +91,17 @@ PEERS = {
     "hand_loop": "hand-written loop",
     "ddp": "PyTorch DDP, gloo",
     "ddp_16_bit": "PyTorch DDP, gloo, 16-bit hook",
+}
+PAGE_ROWS = {
+    "tfmw": "",
+    "tfmw_bf16": 'gradient_compression="bf16"',
+    "tfmw_xla": "jit_compile=True",
+}
+PAGE_COLUMNS = {
+    "stock_fit": "Keras 3 `fit`, 1 process",
+    "legacy_fit": "tf_keras `fit`, 2 workers",
+    "hand_loop": "hand-written loop, 2",
+    "ddp": "PyTorch DDP, gloo, 2",
 }
 EPOCHS = {"cnn": 6, "small_cnn": 6, "mlp": 6, "resnet50": 5, "transformer": 6, "tiny": 6}
 
@@ -165,21 +181,24 @@ def measure(turns: list[tuple[str, int, str]], rounds: int) -> list[Row]:
     Args:
         turns: the (work, workers, contender) of a round, in order.
     """
-    seconds: dict[tuple[str, int, str], list[float]] = {}
+    seconds: dict[tuple[str, int, str], list[list[float]]] = {}
     for number in range(rounds):
         for work, workers, contender in turns:
             times = run(contender, work, workers)
-            seconds.setdefault((work, workers, contender), []).extend(times)
+            seconds.setdefault((work, workers, contender), []).append(times)
             print(
                 f"round {number + 1}: {work}, {workers} worker(s), {contender}: "
                 f"{1000 * statistics.median(times):.2f} ms",
                 file=sys.stderr,
                 flush=True,
             )
-    return [
-        Row(*key, *(1000 * of(times) for of in (statistics.median, min, max)))
-        for key, times in seconds.items()
-    ]
+    rows = []
+    for (work, workers, contender), per_round in seconds.items():
+        ms = [1000 * each for times in per_round for each in times]
+        medians = tuple(1000 * statistics.median(times) for times in per_round)
+        middle = statistics.median(ms)
+        rows.append(Row(work, workers, contender, middle, min(ms), max(ms), medians))
+    return rows
 
 
 def with_goals() -> list[tuple[str, int, str]]:
@@ -228,6 +247,26 @@ def ratios(rows: list[Row]) -> list[tuple[str, int, str, str, float, float, floa
                     )
                 )
     return found
+
+
+def page_tables(rows: list[Row]) -> dict[str, list[list[str]]]:
+    """Tables of the page: a step divided by that of others, from the least round to the most."""
+    by_key = {(row.work, row.workers, row.contender): row.rounds for row in rows}
+
+    def cell(work: str, ours: str, theirs: str, workers: int = 2) -> str:
+        pair = [by_key.get((work, workers, contender), ()) for contender in (ours, theirs)]
+        found = sorted(f"{a / b:.2f}" for a, b in zip(*pair, strict=False))
+        return " to ".join(dict.fromkeys(found[:1] + found[-1:]))
+
+    all_cores = [["work", "two workers / Keras with all cores"]]
+    others = [["work", *PAGE_COLUMNS.values()]]
+    for work in PLAN:
+        all_cores.append([WORKS[work].about, cell(work, "tfmw", "all_cores")])
+        for ours, how in PAGE_ROWS.items():
+            cells = [cell(work, ours, t, 1 + (t != "stock_fit")) for t in PAGE_COLUMNS]
+            if any(cells):
+                others.append([f"the same, `{how}`" if how else WORKS[work].about, *cells])
+    return {"all_cores": all_cores, "other_ways": others}
 
 
 def figures(rows: list[Row]) -> list[Figure]:

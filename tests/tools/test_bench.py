@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from bench.figures import Figure, history, record, slower
+from bench import figures
+from bench.steps import Row, page_tables
 from tests.helpers.cluster import PROGRAMS, tfmw_command
 from tfmw.cli.bench import PARTS, ROUND_S, Cost, beside_keras, report
 
@@ -159,16 +160,29 @@ def test_wrong_target_raises_one_sentence(target, said):
     assert len(output.strip().splitlines()) == 1
 
 
-def test_a_worse_figure_than_at_the_last_commits_is_named(tmp_path):
-    path = tmp_path / "history.csv"
-    for name, value in [("a", 1.0), ("b", 1.1), ("c", 0.9)]:
-        record([Figure("a step", value), Figure("memory", 5.0)], name, path)
-    assert slower([Figure("a step", 1.1), Figure("memory", 5.6), Figure("new", 9.0)], path) == []
-    assert slower([Figure("a step", 1.2)], path) == ["a step: 1.20, before 1.00"]
-    record([Figure("a step", 2.0)], "c", path)  # measured again
-    assert [each for each in history(path) if each[1] == "a step"] == [
-        ("a", "a step", 1.0),
-        ("b", "a step", 1.1),
-        ("c", "a step", 2.0),
+def test_pages_have_the_tables_of_the_file_of_results():
+    text, found = figures.PAGE.read_text(), figures.results()
+    assert figures.written(text, found) == text, "python -m bench.figures writes it"
+    tables = re.findall(r"^\| ---", text, re.MULTILINE)
+    assert len(tables) == len(re.findall("<!-- figures: ", text)) > 10
+    other = {**found, "short": {**found["short"], "rows": [["an epoch"], ["0.5"]]}}
+    assert "| an epoch |\n| --- |\n| 0.5 |" in figures.written(text, other)
+
+
+def test_figures_of_the_readme_are_those_of_the_page():
+    readme, found = (figures.ROOT / "README.md").read_text(), figures.results()
+    ratios = sorted(cell for row in found["all_cores"]["rows"][1:] for cell in row[1:])
+    mlp = next(row for row in found["other_ways"]["rows"] if row[0].startswith("MLP"))
+    assert f"took {ratios[0][:4]} to {ratios[-1][-4:]} of the" in readme
+    assert f"takes {mlp[2]} of the time of legacy Keras's `fit`, and {mlp[4]} of that" in readme
+
+
+def test_tables_of_a_run_have_ranges():
+    rows = [
+        Row("mlp", 2, "tfmw", 20.0, 1.0, 9.0, (20.0, 30.0)),
+        Row("mlp", 2, "all_cores", 40.0, 1.0, 9.0, (40.0, 40.0)),
+        Row("mlp", 2, "ddp", 80.0, 1.0, 9.0, (40.0, 60.0)),
     ]
-    assert len(history(path)) == 6
+    found = page_tables(rows)
+    assert [row[1] for row in found["all_cores"][1:] if row[1]] == ["0.50 to 0.75"]
+    assert [row[1:] for row in found["other_ways"][1:]] == [["", "", "", "0.50"]]
