@@ -27,15 +27,19 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 
 import tfmw
-from tests.helpers.cluster import MARK, ONE_THREAD, PYTHONPATH, marked, wait_gone
+from notebooks.execute import execute
+from tests.helpers.cluster import MARK, ONE_THREAD, PYTHONPATH, ROOT, marked, wait_gone
+from tests.notebooks.test_notebooks import shows_on_a_cluster, text_of
 from tfmw.engines import Engine, Job
 from tfmw.errors import TaskFailed, UsageError
 from tfmw.launcher.engines.agent import BACKUPS
 from tfmw.launcher.engines.job import ENDED
 
+OF_RAY = re.compile(r"import ray$|ray\.|os\.environ\[\"RAY_")
 PLAIN = {"TFMW_NO_INIT": "1"}
 TIMEOUT_S = 120
 
@@ -103,17 +107,19 @@ def saves_and_waits(folder: str) -> str:
 
 
 def in_its_role(folder: str) -> str:
-    """Worker 0 is killed once; chief and evaluator return once it is back, and then all others."""
+    """Worker 0, the evaluator and the server are killed, in this order; then all return."""
     name = os.environ["TFMW_TASK"]
-    Path(folder, f"{name} {os.getpid()}").touch()
+    Path(folder, f"{name} {os.environ['TFMW_ATTEMPT']} {os.getpid()}").touch()
 
-    def starts() -> int:
-        return len(list(Path(folder).glob("worker 0 *")))
+    def starts(task: str) -> int:
+        return len(list(Path(folder).glob(f"{task} *")))
 
-    if name == "worker 0" and starts() == 1:
+    dies_after = {"worker 0": "chief", "evaluator": "worker 0", "ps 0": "evaluator"}.get(name)
+    if dies_after and starts(name) == 1:
+        wait_for(lambda: starts(dies_after) == (1 if dies_after == "chief" else 2))
         os.kill(os.getpid(), signal.SIGKILL)
     if name in ("chief", "evaluator"):
-        wait_for(lambda: starts() == 2)
+        wait_for(lambda: starts("ps 0") == 2)
         Path(folder, f"done {name}").touch()
     wait_for(Path(folder, "done chief").exists)
     return name
@@ -264,22 +270,25 @@ class Contract:
         return engine
 
     def test_every_role(self, engine: Engine, tmp_path: Path) -> None:
-        """A worker of parameter servers restarts alone; servers have no result."""
+        """A worker and an evaluator restart alone, a server with all; servers have no result."""
         job = tfmw.submit(
             in_its_role,
             (str(tmp_path),),
             1,
             on=self.roomy(engine),
             env=PLAIN,
-            max_restarts=1,
+            max_restarts=3,
             ps=1,
             evaluator=True,
         )
         assert job.result(TIMEOUT_S) == ["chief", "evaluator"]
         details = job.details()
         assert details["tasks"] == ["chief", "worker 0", "ps 0", "evaluator"]
-        assert (details["attempt"], details["restarts"]) == (0, 1)
-        assert "tfmw: restart 1 of 1 at once, of worker 0 alone: it failed" in job.logs()
+        assert (details["attempt"], details["restarts"]) == (1, 3)
+        logs = job.logs()
+        assert "tfmw: restart 1 of 3 at once, of worker 0 alone: it failed" in logs
+        assert "tfmw: restart 2 of 3 at once, of evaluator alone: it failed" in logs
+        assert re.search("tfmw: restart 3 of 3 .*: ps 0 on .* failed in attempt 0", logs)
         job.forget()
 
     @pytest.mark.nightly
@@ -411,9 +420,15 @@ class FromAShell:
 
     Attributes:
         setting: setting of the engine, which such a process needs to find its jobs.
+        place: pattern that `Job.where` matches.
     """
 
     setting: str
+    place: str
+
+    def environment(self, engine: Engine, home: Path) -> dict[str, str]:
+        """Variables with which `on=engine.name` means the engine."""
+        return {"HOME": str(home)}
 
     @pytest.mark.nightly  # the commands are the same for all engines: see test_local_jobs.py
     def test_commands(self, engine: Engine, tmp_path: Path) -> None:
@@ -430,6 +445,21 @@ class FromAShell:
         finally:
             job.cancel()
         job.forget()
+
+    @pytest.mark.nightly
+    def test_cells_of_the_notebook(
+        self, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The cells of `on_a_cluster` run as they are; only Ray's own lines and its name differ."""
+        notebook = nbformat.read(ROOT / "notebooks/on_a_cluster.ipynb", as_version=4)
+        for cell in notebook.cells:
+            lines = [line for line in cell.source.splitlines() if not OF_RAY.match(line)]
+            cell.source = re.sub(r"(['\"])ray\1", repr(engine.name), "\n".join(lines))
+        nbformat.write(notebook, tmp_path / "cells.ipynb")
+        here = {**ONE_THREAD, "PYTHONPATH": PYTHONPATH, **self.environment(engine, tmp_path)}
+        for name, value in here.items():
+            monkeypatch.setenv(name, value)
+        shows_on_a_cluster(text_of(execute(tmp_path / "cells.ipynb")), self.place)
 
 
 def assert_equal(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:

@@ -37,7 +37,7 @@ from tests.helpers.fake_kubernetes import FakeKubernetes
 from tfmw.cluster.signals import LEAVE
 from tfmw.engines import Engine, Kubernetes
 from tfmw.errors import PREEMPTED, TaskFailed, UsageError
-from tfmw.launcher.engines import kubernetes_api
+from tfmw.launcher.engines import kubernetes, kubernetes_api
 
 # The client's own sockets are closed by the garbage collector.
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -59,6 +59,7 @@ def engine(cluster: FakeKubernetes) -> Kubernetes:
 
 class TestKubernetes(FromAShell, Contract):
     setting = "python"
+    place = r"Job tfmw-\w+ in the namespace training"
     host = "tfmw.launcher.engines.kubernetes_tasks"
     test_fit_equals_that_of_two_workers = marked_copy(
         Contract.test_fit_equals_that_of_two_workers, pytest.mark.nightly
@@ -69,6 +70,10 @@ class TestKubernetes(FromAShell, Contract):
     test_missing_module_is_named = marked_copy(
         Contract.test_missing_module_is_named, pytest.mark.nightly
     )
+
+    def environment(self, engine: Engine, home: Path) -> dict[str, str]:
+        first = os.path.dirname(sys.executable)
+        return {kubernetes.IMAGE: "tfmw:test", "PATH": f"{first}{os.pathsep}{os.environ['PATH']}"}
 
     @contextlib.contextmanager
     def tasks_that_find(self, engine: Engine, path: Path) -> Iterator[Engine]:

@@ -238,6 +238,21 @@ def test_unpicklable_arguments_are_refused_with_an_alternative(monkeypatch):
         tfmw.fit(model, dataset.batch(32), workers=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ps": 2}, r"received ps=2: submit a .*submit\(train, workers=2, ps=2, on='ray'\)"),
+        ({"evaluator": True}, r"evaluator=True: submit a .*workers=2, evaluator=True, on='ray'\)"),
+        ({"strategy": "parameter_server"}, r"submit\(train, workers=2, ps=1\)"),
+    ],
+)
+def test_other_roles_are_refused_with_the_call_that_starts_them(options, said):
+    model = compiled(keras.Sequential([keras.Input([12]), keras.layers.Dense(2)]))
+    for on in ("local", "ray"):  # before an engine is asked for anything
+        with pytest.raises(UsageError, match=said):
+            tfmw.fit(model, X, Y, workers=2, on=on, **options)
+
+
 @pytest.mark.process
 def test_result_is_copied_into_the_callers_model(monkeypatch):
     for name, value in ONE_THREAD.items():

@@ -91,8 +91,13 @@ def nothing_is_left() -> bool:
 
 class TestRay(FromAShell, Contract):
     setting = "address"
+    place = r"job ray:\w+ on the Ray cluster at \S+:\d+"
     host = "ray::_TaskActor"
     pytestmark = pytest.mark.nightly  # `make test` has Slurm's
+
+    def environment(self, engine: Engine, home: Path) -> dict[str, str]:
+        assert isinstance(engine, Ray)
+        return {"RAY_ADDRESS": str(engine.address)}
 
     @contextlib.contextmanager
     def tasks_that_find(self, engine: Engine, path: Path) -> Iterator[Engine]:

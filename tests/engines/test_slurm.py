@@ -69,6 +69,7 @@ def needs_two(folder: str) -> int:
 
 class TestSlurm(FromAShell, Contract):
     setting = "directory"
+    place = r"Slurm job \d+, its files in "
     test_fit_equals_that_of_two_workers = marked_copy(  # a minute of both cores
         Contract.test_fit_equals_that_of_two_workers, pytest.mark.nightly
     )

@@ -161,11 +161,13 @@ def shows_two_hosts(text: str) -> None:
     assert apart < 1e-4
 
 
-def shows_on_a_cluster(text: str) -> None:
+def shows_on_a_cluster(
+    text: str, where: str = r"job ray:\w+ on the Ray cluster at \S+:\d+"
+) -> None:
     (accuracy,) = numbers(r"accuracy on the test data ([\d.]+)", text)
     assert 1 > accuracy > 0.8
     assert text.count("Epoch ") == 5, "one bar for each epoch, without labels"
-    assert re.search(r"job ray:\w+ on the Ray cluster at \S+:\d+", text)
+    assert re.search(where, text)
     assert "updates by the optimizer 115 in 5 epochs" in text  # 5 x 23 batches
     assert "jobs on the cluster: []" in text
     assert "[(42, 'worker 0'), (42, 'worker 1')] done" in text

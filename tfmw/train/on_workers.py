@@ -134,7 +134,8 @@ def _refuse(workers: Any, strategy: Any) -> None:
     if strategy not in ("auto", "multi_worker_mirrored"):
         raise UsageError(
             f"workers={workers} trains with multi-worker mirroring, received "
-            f"strategy={strategy!r}: leave one of the two out."
+            f"strategy={strategy!r}: leave one of the two out, or submit a function that calls "
+            "fit, as in tfmw.submit(train, workers=2, ps=1)."
         )
 
 

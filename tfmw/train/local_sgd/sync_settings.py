@@ -225,10 +225,15 @@ def refuse_retired(unknown: dict[str, Any]) -> None:
     """Raises for unknown arguments of `fit`, with the line that replaces retired ones.
 
     Raises:
-        UsageError: arguments that `sync=` has replaced.
+        UsageError: arguments that `sync=` has replaced, or tasks that `fit` does not start.
         TypeError: any other argument.
     """
     other = next((name for name in unknown if name not in _RETIRED), None)
+    if other in ("ps", "evaluator"):
+        raise UsageError(
+            f"fit starts workers only, received {other}={unknown[other]!r}: submit a function that "
+            f"calls fit, as in tfmw.submit(train, workers=2, {other}={unknown[other]!r}, on='ray')."
+        )
     if other is not None:
         raise TypeError(f"fit() got an unexpected keyword argument {other!r}")
     if unknown:
