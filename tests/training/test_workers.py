@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import signal
+import sys
 from typing import Any
 
 import keras
@@ -106,6 +107,39 @@ def test_an_unchanged_model_is_not_sent_and_not_traced_again(here):
         twin.fit(X, Y, batch_size=512, epochs=2, verbose=0, shuffle=False)
     for mine, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+class WritesConfig(keras.callbacks.Callback):
+    def __init__(self, path: Any) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.path.write_text(self.model.to_json())
+
+
+def made_deep() -> keras.Model:
+    """A model with a layer that is called again and again, and layers of another graph, too."""
+    keras.utils.set_random_seed(5)
+    last_one = inputs = keras.Input((8,))
+    shared = keras.layers.Dense(8, kernel_initializer="zeros")
+    for _ in range(sys.getrecursionlimit() // 20):
+        last_one = keras.layers.Activation("linear")(last_one) + shared(last_one)
+    inner = keras.Sequential([keras.layers.Dense(4, "relu"), keras.layers.Dense(2)])
+    whole = inner(last_one)
+    model = keras.Model(inputs, inner.layers[1](inner.layers[0](inputs)) - whole)
+    model.compile(keras.optimizers.SGD(0.001), "mse")
+    return model
+
+
+def test_models_deeper_than_the_recursion_limit_are_sent(here, tmp_path):
+    """Layers refer to those before and after them; the chief can save the model that it has got."""
+    model, twin = made_deep(), made_deep()
+    trained(here, model, callbacks=[WritesConfig(tmp_path / "model.json")])
+    assert (tmp_path / "model.json").read_text() == model.to_json()
+    twin.fit(X, Y, batch_size=512, epochs=2, verbose=0, shuffle=False)
+    for mine, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 def set_values(model):

@@ -14,6 +14,8 @@ from keras.src.saving import keras_saveable
 from keras.src.trainers import compile_utils
 from keras.src.utils import backend_utils, tracking
 
+from tfmw.compat import layer_graphs
+
 _LIBRARIES = ("builtins", "keras", "tensorflow", "numpy", "collections")
 
 
@@ -125,6 +127,8 @@ def reduced(part: Any) -> tuple[Any, ...] | None:
     if isinstance(part, keras_saveable.KerasSaveable):  # layers, losses, metrics, optimizers
         blank = type(part), isinstance(part, functional.Functional)
         return _blank, blank, saveable_state(part), None, None, _fill
+    if isinstance(part, keras.Operation):  # one of `keras.ops`, such as an addition of two layers
+        return _blank, (type(part),), _without_links(_own_state(part)), None, None, _fill
     if isinstance(part, (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)):
         base = next(b for b in (list, dict, set) if isinstance(part, b))
         return _blank, (type(part),), (vars(part), base(part)), None, None, _fill_collection
@@ -142,7 +146,11 @@ def saveable_state(part: Any) -> dict[str, Any]:
         flags = dict.fromkeys(("stop_training", "stop_evaluating", "stop_predicting"), False)
         initial: dict[str, Any] = {**flags, "history": None}
         state = {k: v for k, v in state.items() if k not in initial} | initial
-    return state
+    return _without_links(state)
+
+
+def _without_links(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in state.items() if k not in layer_graphs.LINKS}
 
 
 def _variable(cls: type, state: dict[str, Any], value: Any) -> Any:

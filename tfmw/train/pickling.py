@@ -24,7 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw.compat import objects, optimizers
+from tfmw.compat import layer_graphs, objects, optimizers
 from tfmw.errors import UsageError, first_line
 from tfmw.launcher import call
 
@@ -60,10 +60,17 @@ class Packer:
         self.variables: list[Any] = []
         self.values: list[np.ndarray] = []
         numbers: dict[int, int] = {}  # id of a value -> its place among the values
+        in_graphs: dict[int, Any] = {}  # id -> operation, of the graphs that are in the pickle
         packer, self._apart = self, False
 
         class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]
             def reducer_override(self, part: Any) -> Any:
+                if isinstance(part, keras.Operation) and id(part) not in in_graphs:
+                    graph = layer_graphs.flat_graph(part)
+                    in_graphs.update((id(each), each) for each in graph[0])
+                    # The first argument contains this operation: pickle then refers to that one,
+                    # as it does in a tuple that contains itself.
+                    return layer_graphs.connect, graph
                 reduced = _reduced(part)
                 if packer._apart and isinstance(part, keras.Variable):
                     numbers[id(reduced[1][-1])] = len(packer.values)
@@ -136,9 +143,10 @@ class Unpacker(pickle.Unpickler):
 
 
 def rebuilt(model: keras.Model) -> keras.Model:
-    """An unpacked model, whose optimizers' maps of variables are rebuilt."""
+    """An unpacked model, with the maps of variables and nodes that Keras makes from addresses."""
     for optimizer in optimizers.optimizers_of(model):
         optimizers.rebuild_variable_maps(optimizer)
+    layer_graphs.rename_nodes(model)
     return model
 
 
