@@ -137,6 +137,8 @@ def test_models_deeper_than_the_recursion_limit_are_sent(here, tmp_path):
     model, twin = made_deep(), made_deep()
     trained(here, model, callbacks=[WritesConfig(tmp_path / "model.json")])
     assert (tmp_path / "model.json").read_text() == model.to_json()
+    sent = here._standing.requests[0].model.data
+    assert b"CodeType" not in sent, "functions of Keras are referred to"
     twin.fit(X, Y, batch_size=512, epochs=2, verbose=0, shuffle=False)
     for mine, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)

@@ -12,10 +12,14 @@ are passed in memory to children of this process: they are never read from a dis
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import io
 import pickle
 import struct
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -152,11 +156,61 @@ def rebuilt(model: keras.Model) -> keras.Model:
 
 def _reduced(part: Any) -> Any:
     """The `__reduce__` value of an object that pickle does not support; None for others."""
+    if isinstance(part, types.FunctionType) and part.__globals__["__name__"].startswith("keras."):
+        return _reduced_function(part)
     if isinstance(part, weakref.ReferenceType):
         return weakref.ref, (part(),)
     if isinstance(part, _LOCKS):
         return threading.RLock, ()
     return objects.reduced(part)
+
+
+def _reduced_function(function: types.FunctionType) -> Any:
+    """Refers to a function that is defined within another one of Keras by its place there.
+
+    Each layer has seven of them. cloudpickle would write their code, and search all imported
+    modules for what it needs: two seconds for a ResNet50.
+    """
+    module, code = function.__globals__["__name__"], function.__code__
+    outer, within, _ = code.co_qualname.partition(".<locals>")
+    place = _place_of(code, getattr(_found(module, outer), "__code__", None)) if within else ()
+    if not place:
+        return None
+    attributes = ("__name__", "__qualname__", "__module__", "__doc__", "__dict__")
+    defaults = ("__defaults__", "__kwdefaults__", "__annotations__")
+    state = {name: getattr(function, name) for name in (*attributes, *defaults)}
+    made = _function, (module, outer, place, function.__closure__)
+    return *made, state, None, None, _set_attributes
+
+
+def _found(module: str, qualname: str) -> Any:
+    """A member of a module, unwrapped; None if the name has another meaning now."""
+    found: Any = importlib.import_module(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return inspect.unwrap(found) if callable(found) else None
+
+
+def _place_of(code: types.CodeType, outer: types.CodeType | None) -> tuple[int, ...]:
+    """The indices of a function's code among the constants of the functions around it."""
+    for n, constant in enumerate(outer.co_consts if outer else ()):
+        if constant is code:
+            return (n,)
+        if isinstance(constant, types.CodeType) and (place := _place_of(code, constant)):
+            return n, *place
+    return ()
+
+
+def _function(module: str, outer: str, place: tuple[int, ...], closure: Any) -> Any:
+    code = _found(module, outer).__code__
+    for n in place:
+        code = code.co_consts[n]
+    return types.FunctionType(code, vars(sys.modules[module]), closure=closure)
+
+
+def _set_attributes(part: Any, attributes: Mapping[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(part, name, value)
 
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
