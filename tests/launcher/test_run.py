@@ -537,11 +537,10 @@ class TestOutput:
         env = {**NO_INIT, "TFMW_RESULT": str(tmp_path)}
         with tfmw_command(*command, env=env, stdout=theirs, stderr=theirs) as launcher:
             os.close(theirs)
-            middle = tmp_path / "in_the_middle"
             shown = self.until(ours, b"\x1b[0m.")
-            middle.touch()
+            (tmp_path / "in_the_middle").touch()
             shown += self.until(ours, b"from the middle")
-            middle.unlink()
+            (tmp_path / "second_half").touch()
             shown += self.until(ours, None)
             os.close(ours)
             assert launcher.wait(timeout=60) == 0

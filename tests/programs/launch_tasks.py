@@ -36,6 +36,12 @@ def await_error_of(task: str) -> None:
         os.sched_yield()
 
 
+def await_mark(name: str) -> None:
+    """Returns once the test has made a file of this name."""
+    while not (Path(os.environ["TFMW_RESULT"]) / name).exists():
+        os.sched_yield()
+
+
 def wait() -> None:
     ready()
     signal.pause()
@@ -151,18 +157,12 @@ def progress() -> None:
     print(f"a terminal: {sys.stdout.isatty()} {os.environ.get('TFMW_TTY')}")
     sys.stdout.write("\r1/2 \x1b[32m=\x1b[0m.")
     sys.stdout.flush()
-    mark = Path(os.environ["TFMW_RESULT"]) / "in_the_middle"
-    while not mark.exists():
-        os.sched_yield()
-    while mark.exists():
-        os.sched_yield()
+    await_mark("second_half")
     sys.stdout.write("\b" * 6 + "\r2/2 ==\n")
 
 
 def interrupt() -> None:
-    mark = Path(os.environ["TFMW_RESULT"]) / "in_the_middle"
-    while not mark.exists():
-        os.sched_yield()
+    await_mark("in_the_middle")
     print("hello from the middle")
 
 
