@@ -220,7 +220,7 @@ def rejoin() -> None:
     assert joined is not None
     if connection._ring is not None:
         connection._ring.close()
-    connection._ring = None
+    connection._ring, connection._connected = None, False
     joined.strategy.extended._transport.cache_clear()  # of the strategy's own reductions
 
 
