@@ -246,7 +246,8 @@ def _kind(on_servers: bool, is_local: bool) -> str:
 def _warn_of_restarts(allowed: str) -> None:
     if allowed != "0":
         logger.warning(
-            "this run may restart, up to %s times, and fit saves no backups: each restart trains "
-            "from the start. Add backup_dir= to the call, or --backup-dir to tfmw run.",
+            "this run may restart, up to %s times, and fit saves no backups: a restart of all "
+            "tasks trains from the start. Add backup_dir= to the call, or --backup-dir to tfmw "
+            "run.",
             allowed,
         )
