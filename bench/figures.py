@@ -84,7 +84,7 @@ def written(page: str, tables: Mapping[str, Any]) -> str:
 
     def block(match: re.Match[str]) -> str:
         found = tables[match[2]]
-        end = f"\n\nCommit {found['commit']}.\n"
+        end = f"\n\nAs of commit {found['commit']}.\n"
         return match[1] + table(found["rows"]) + end + match[3]
 
     return _BLOCK.sub(block, page)

@@ -144,6 +144,13 @@ def test_models_deeper_than_the_recursion_limit_are_sent(here, tmp_path):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_a_function_of_exec_is_sent():
+    made_by_exec: dict[str, Any] = {}
+    exec("def twice(x): return 2 * x", made_by_exec)
+    sent = pickling.Packer().dump(made_by_exec["twice"])
+    assert pickling.Unpacker(sent, []).load()(21) == 42
+
+
 def set_values(model):
     """Changes a weight, the learning rate, a slot and the seed of a layer."""
     model.hidden.kernel.assign(model.hidden.kernel * 2)

@@ -124,11 +124,10 @@ def reduced(part: Any) -> tuple[Any, ...] | None:
         dropped = ("_value", "_initializer")
         state = {k: v for k, v in _own_state(part).items() if k not in dropped}
         return _variable, (type(part), {**state, "_initializer": None}, part.numpy())
-    if isinstance(part, keras_saveable.KerasSaveable):  # layers, losses, metrics, optimizers
+    # Layers, losses, metrics, optimizers; operations of `keras.ops`, such as a sum of two layers.
+    if isinstance(part, keras_saveable.KerasSaveable | keras.Operation):
         blank = type(part), isinstance(part, functional.Functional)
         return _blank, blank, saveable_state(part), None, None, _fill
-    if isinstance(part, keras.Operation):  # one of `keras.ops`, such as an addition of two layers
-        return _blank, (type(part),), _without_links(_own_state(part)), None, None, _fill
     if isinstance(part, (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)):
         base = next(b for b in (list, dict, set) if isinstance(part, b))
         return _blank, (type(part),), (vars(part), base(part)), None, None, _fill_collection
@@ -139,18 +138,15 @@ def reduced(part: Any) -> tuple[Any, ...] | None:
 
 
 def saveable_state(part: Any) -> dict[str, Any]:
-    """Attributes of a layer, model or similar object, without compiled functions."""
+    """Attributes of a layer, model or similar object, without compiled functions and `LINKS`."""
     functions = ("train_function", "test_function", "predict_function")
-    state = {k: None if k in functions else v for k, v in _own_state(part).items()}
+    own = {k: v for k, v in _own_state(part).items() if k not in layer_graphs.LINKS}
+    state = {k: None if k in functions else v for k, v in own.items()}
     if isinstance(part, keras.Model):  # Keras sets these at the start of a call
         flags = dict.fromkeys(("stop_training", "stop_evaluating", "stop_predicting"), False)
         initial: dict[str, Any] = {**flags, "history": None}
         state = {k: v for k, v in state.items() if k not in initial} | initial
-    return _without_links(state)
-
-
-def _without_links(state: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in state.items() if k not in layer_graphs.LINKS}
+    return state
 
 
 def _variable(cls: type, state: dict[str, Any], value: Any) -> Any:

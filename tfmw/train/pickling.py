@@ -156,7 +156,7 @@ def rebuilt(model: keras.Model) -> keras.Model:
 
 def _reduced(part: Any) -> Any:
     """The `__reduce__` value of an object that pickle does not support; None for others."""
-    if isinstance(part, types.FunctionType) and part.__globals__["__name__"].startswith("keras."):
+    if isinstance(part, types.FunctionType):
         return _reduced_function(part)
     if isinstance(part, weakref.ReferenceType):
         return weakref.ref, (part(),)
@@ -171,7 +171,10 @@ def _reduced_function(function: types.FunctionType) -> Any:
     Each layer has seven of them. cloudpickle would write their code, and search all imported
     modules for what it needs: two seconds for a ResNet50.
     """
-    module, code = function.__globals__["__name__"], function.__code__
+    # A function that exec has made may have no module.
+    module, code = str(function.__globals__.get("__name__")), function.__code__
+    if not module.startswith("keras."):
+        return None
     outer, within, _ = code.co_qualname.partition(".<locals>")
     place = _place_of(code, getattr(_found(module, outer), "__code__", None)) if within else ()
     if not place:

@@ -95,15 +95,9 @@ def cached_driver(model: keras.Model, sync: Any) -> Iterator[SyncDriver]:
         if same_objects(k.parts, parts) and (k.unseeded is None or k.unseeded is unseeded)
     ]
     kept.drivers = ()
-    number = next(
-        (
-            i
-            for i, k in enumerate(others)
-            if sync.shard_optimizer in (None, k.driver.sync.shard_optimizer or False)
-            and k.settings == settings
-        ),
-        None,
-    )
+    choices = [k.driver.sync.shard_optimizer or False for k in others]
+    valid = [sync.shard_optimizer in (None, choice) for choice in choices]
+    number = next((i for i, k in enumerate(others) if valid[i] and k.settings == settings), None)
     # All workers reuse it, or none does: TensorFlow numbers collectives in the order of tracing.
     # Over the ring, a new worker may trace alone.
     same = len(set(Group.of(strategy).from_all(number))) == 1
@@ -121,10 +115,15 @@ def cached_driver(model: keras.Model, sync: Any) -> Iterator[SyncDriver]:
     finally:
         kept.drivers = ()  # drivers of nested calls
     unseeded = models.unseeded_state()  # exists from the first draw on
-    for i in set(driver.copies) - {id(v) for v in [*variables, unseeded]}:
-        del driver.copies[i]
-    for copy in driver.copies.values():
-        memory.free(copy)
+    _free_copies(driver, [*variables, unseeded])
     kept.drivers = [_CachedDriver(parts, settings, driver, unseeded), *others][:_MOST_KEPT]
     if lost is not None:
         raise lost
+
+
+def _free_copies(driver: SyncDriver, variables: list[Any]) -> None:
+    """Frees the memory of a driver's copies, and drops those of other variables than these."""
+    for i in set(driver.copies) - {id(variable) for variable in variables}:
+        del driver.copies[i]
+    for copy in driver.copies.values():
+        memory.free(copy)
