@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.helpers.buckets import CREDENTIALS, NIGHTLY, opened
+from tests.helpers.buckets import CREDENTIALS, NIGHTLY, opened, put
 from tests.helpers.cluster import run_command
 from tfmw.errors import TfmwError, UsageError
 from tfmw.storage import bucket as bucket_module
@@ -222,7 +222,7 @@ def test_a_damaged_object_is_detected_and_the_previous_backup_is_used(url, caplo
         bucket.remove([target])
         content[len(content) // 2] ^= 1
         if change != "removed":
-            bucket.put(target, bytes(content)[: None if change == "changed" else -1])
+            put(bucket, target, bytes(content)[: None if change == "changed" else -1])
         with caplog.at_level(logging.WARNING, "tfmw"):
             assert newest(url) == 1
         assert f"backup {store.path_of(2)} is damaged" in caplog.text
@@ -259,7 +259,7 @@ def test_a_list_of_other_files_is_refused(url, name):
 
 
 def test_backups_of_another_layout_are_neither_removed_nor_ignored(url):
-    Bucket(url).put("step_000000000001/record.json", b"{}")
+    put(Bucket(url), "step_000000000001/record.json", b"{}")
     other = "has backups of an earlier version of tfmw, or copies"
     with pytest.raises(UsageError, match=other), BackupStore(url).locked():
         pass

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers.buckets import s3
+from tests.helpers.buckets import put, s3
 from tfmw.storage.bucket import Bucket
 from tfmw.tables.files import TensorSlice, slice_spec
 from tfmw.train.checkpoint.backup_files import files_of
@@ -150,7 +150,7 @@ def test_a_damaged_part_is_detected(two: Two) -> None:
         assert found is not None
         content = bytearray(found[0])
         content[-1] ^= 1
-        bucket.put(name, bytes(content))
+        put(bucket, name, bytes(content))
     else:
         file = Path(two.store.path_of(2), "tensors.data-00001-of-00002")
         content = bytearray(file.read_bytes())

@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tests.helpers.buckets import NIGHTLY, opened
+from tests.helpers.buckets import NIGHTLY, opened, put
 from tests.helpers.cluster import ROOT
 from tfmw.cluster import membership
 from tfmw.cluster.cluster import Cluster
@@ -69,7 +69,7 @@ def random_bytes(size: int, seed: str = "") -> bytes:
 
 def test_names_are_expanded_in_order(url):
     for name in ("b-2", "b-10", "c", "b-1/x", "b-[1]"):
-        Bucket(url).put(name, b"")
+        put(Bucket(url), name, b"")
     assert expanded(f"{url}/b-*") == [f"{url}/{name}" for name in ("b-10", "b-2", "b-[1]")]
     assert expanded(f"{url}/c") == [f"{url}/c"]
     assert expanded("/local/*") == []
@@ -94,7 +94,7 @@ def test_each_worker_fetches_its_own_records_only(url, tmp_path, server):
     server.sent.clear()
     mine = list(range(1, 20, 2))
     for batch in np.split(np.array(mine), 5):
-        assert list(data.columns_at(batch)) == [expected[number] for number in batch]
+        assert list(data.read(batch)) == [expected[number] for number in batch]
     part = sum(len(expected[number]) for number in mine)
     assert part <= sum(server.sent.values()) <= 1.05 * part
 
@@ -103,12 +103,19 @@ def test_a_changed_object_is_refused_by_name(url, tmp_path):
     records_in(url, tmp_path, [3], LARGE)
     name = f"{url}/train-0.tfrecord"
     data = Records([name], "tfrecord", tmp_path / "index")
-    assert len(data[0]) >= LARGE
-    Bucket(url).put("train-0.tfrecord", bytes(3 * LARGE + 100))
+    assert len(data.read([0])[0]) >= LARGE
+    put(Bucket(url), "train-0.tfrecord", bytes(3 * LARGE + 100))
     with pytest.raises(UsageError, match=rf"{name} has changed since this run began"):
-        data[1]
+        data.read([1])
     with pytest.raises(UsageError, match=rf"cannot read {name}-; expected an object"):
         tfmw.data.from_records(f"{name}-")
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("tfrecord", "no complete"), ("tar/a", "no tar")])
+def test_an_object_of_another_format_is_named(url, kind, expected):
+    put(Bucket(url), "a", b"x" * 100)
+    with pytest.raises(UsageError, match=rf"^{url}/a is {expected}"):
+        record_index.index_of(f"{url}/a", kind, None)
 
 
 def test_an_object_that_has_changed_since_its_index_was_made_is_refused(url, tmp_path):
@@ -118,7 +125,8 @@ def test_an_object_that_has_changed_since_its_index_was_made_is_refused(url, tmp
     for index_dir in (tmp_path / "index", f"{url}/index"):
         assert len(record_index.index_of(name, "tfrecord", index_dir)) == 3
     records_in(url, tmp_path, [4], 10)
-    bucket_files._listed.cache_clear()
+    for cached in (bucket_files._listed, record_index._known):  # as in another process
+        cached.cache_clear()
     for index_dir in (tmp_path / "index", f"{url}/index"):
         changed = rf"{name} has changed since its index in {index_dir} was made: a run that"
         with pytest.raises(UsageError, match=changed):
@@ -136,7 +144,7 @@ def test_only_the_indices_of_files_that_are_read_are_fetched(url, tmp_path, serv
     data = Records(names, "tfrecord", f"{url}/index")
     assert data.counts == [3, 0, 2000]
     assert not [key for key in server.sent if "/index/" in key]
-    assert data[1] == expected[1]
+    assert data.read([1])[0] == expected[1]
     ((read, size),) = [(key, size) for key, size in server.sent.items() if "/index/" in key]
     assert size == len(Bucket(url).read(read.partition("/")[2])[0]) == 128 + 3 * 16  # type: ignore[index]
 
@@ -183,7 +191,7 @@ def cached(url: str, folder: Path, limit: int = 1 << 30) -> BucketFile:
 
 def test_workers_of_a_machine_share_a_cache(url, tmp_path, server):
     content = random_bytes(10_000)
-    Bucket(url).put("a", content)
+    put(Bucket(url), "a", content)
     ranges = [(0, 3000), (4000, 4000), (5000, 9000)]
     expected = [content[begin:end] for begin, end in ranges]
     assert cached(f"{url}/a", tmp_path).read(ranges) == expected
@@ -195,16 +203,16 @@ def test_workers_of_a_machine_share_a_cache(url, tmp_path, server):
 
 def test_a_cache_has_nothing_of_another_version_or_object(url, tmp_path, server):
     for name in ("a", "b"):
-        Bucket(url).put(name, random_bytes(100, name))
+        put(Bucket(url), name, random_bytes(100, name))
     assert cached(f"{url}/a", tmp_path).read([(0, 100)]) == [random_bytes(100, "a")]
     assert cached(f"{url}/b", tmp_path).read([(0, 100)]) == [random_bytes(100, "b")]
-    Bucket(url).put("a", random_bytes(100, "c"))
+    put(Bucket(url), "a", random_bytes(100, "c"))
     bucket_files._listed.cache_clear()
     assert cached(f"{url}/a", tmp_path).read([(0, 100)]) == [random_bytes(100, "c")]
 
 
 def test_a_cache_has_a_limit(url, tmp_path, caplog):
-    Bucket(url).put("a", random_bytes(3 << 20))
+    put(Bucket(url), "a", random_bytes(3 << 20))
     file = cached(f"{url}/a", tmp_path, limit=1 << 20)
     for begin in range(0, 3 << 20, 100_000):
         (data,) = file.read([(begin, min(begin + 100_000, 3 << 20))])
@@ -216,7 +224,7 @@ def test_a_cache_has_a_limit(url, tmp_path, caplog):
 @pytest.mark.parametrize("damage", ["no database", "middle", "no directory"])
 def test_a_cache_that_cannot_be_used_is_not_needed(url, tmp_path, caplog, damage):
     content = random_bytes(1 << 20)
-    Bucket(url).put("a", content)
+    put(Bucket(url), "a", content)
     ranges = [(begin, begin + 50_000) for begin in range(0, 1_000_000, 50_000)]
     expected = [content[begin:end] for begin, end in ranges]
     folder = tmp_path / "cache"
@@ -236,7 +244,7 @@ def test_a_cache_that_cannot_be_used_is_not_needed(url, tmp_path, caplog, damage
 def test_a_reader_that_is_killed_leaves_whole_ranges(url, tmp_path, server):
     """Kills a reader within the transaction that writes one."""
     content = random_bytes(1 << 20)
-    Bucket(url).put("a", content)
+    put(Bucket(url), "a", content)
     program = f"""
 import os
 from tfmw.data.bucket_files import BucketFile, cache_of
@@ -284,7 +292,7 @@ def test_the_datasets_of_tensorflow_name_what_reads_such_files():
 @pytest.mark.parametrize("action", [503, "lost", "truncated"])
 def test_ranges_survive_requests_that_fail(url, server, action):
     content = bytes(range(256)) * 1000
-    Bucket(url).put("a", content)
+    put(Bucket(url), "a", content)
     file = BucketFile(f"{url}/a")
     server.fault = lambda number, method, key: action if number % 2 else None
     ranges = [(200_000, 256_000), (3, 10), (8, 30), (100_000, 100_000), (0, 1)]

@@ -518,7 +518,7 @@ def test_few_of_many_files_are_open_at_a_time(
     records = record_files.Records([str(path) for path in paths], "text", index_dir)
     numbers = np.random.default_rng(1).integers(80, size=300)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(records.columns_at, np.split(numbers, 30)))
+        found = list(pool.map(records.read, np.split(numbers, 30)))
     expected = [[b"%d" % (n // 2 + 40 * (n % 2)) for n in part] for part in np.split(numbers, 30)]
     assert [part.tolist() for part in found] == expected
     assert len(os.listdir("/proc/self/fd")) <= before + 2 * 4 + 1

@@ -1,7 +1,7 @@
 """Local stores, which lose, delay and refuse requests as a test wants.
 
 with s3(monkeypatch) as server:                    # moto's S3, and the variables that name it
-    Bucket(f"{server.url}/run7").put("a", b"1")    # server.url: "s3://bucket"
+    put(Bucket(f"{server.url}/run7"), "a", b"1")   # server.url: "s3://bucket"
     server.fault = lambda number, method, key: 503 # of the requests from now on
     server.requests                                # ["PUT run7/a", ...]
     server.sent["run7/a"]                          # bytes
@@ -190,3 +190,9 @@ def opened(store: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         server = stack.enter_context(s3(monkeypatch, app=app))
         server.url = {"s3": "s3", "azurite": "az"}.get(store, "gs") + "://bucket"
         yield server
+
+
+def put(place: bucket.Bucket, name: str, data: bytes) -> None:
+    """Writes an object, new or existing."""
+    place.remove([name])
+    place.replace(name, data, None)

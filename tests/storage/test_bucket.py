@@ -11,9 +11,10 @@ import pytest
 
 import tfmw
 from tests.helpers.buckets import CREDENTIALS, s3
+from tfmw.data.bucket_files import BucketFile
 from tfmw.errors import UsageError
 from tfmw.storage import bucket as bucket_module
-from tfmw.storage.bucket import CHUNK, WRITTEN_BY_TENSORFLOW, Bucket, refuse_writing
+from tfmw.storage.bucket import CHUNK, Bucket, refuse_writing
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def bucket(server, request):
 
 def test_names_may_contain_anything(server):
     bucket = Bucket(f"{server.url}/run 7/ä%20[x]/")
-    bucket.put("a b/ü?*.[1]%", b"1")
+    bucket.replace("a b/ü?*.[1]%", b"1", None)
     assert {name: size for name, (size, _) in bucket.names().items()} == {"a b/ü?*.[1]%": 1}
     assert bucket.names("a b").keys() == {"a b/ü?*.[1]%"}
     assert bucket.read("a b/ü?*.[1]%")[0] == b"1"  # type: ignore[index]
@@ -50,7 +51,7 @@ def test_requests_that_fail_twice_are_repeated(bucket, server, action):
     def twice():
         failing[0], server.fault = 0, fault
 
-    bucket.put("a", b"0123456789" * 100)
+    bucket.replace("a", b"0123456789" * 100, None)
     twice()
     assert bucket.read("a")[0] == b"0123456789" * 100
     twice()
@@ -82,9 +83,9 @@ def test_large_files_travel_in_parts(bucket, tmp_path, server):
     server.fault = lambda number, method, key: 503 if number % 3 == 0 else None
     bucket.upload(str(tmp_path / "data"), "data")
     bucket.upload(str(tmp_path / "empty"), "empty")
-    copies = [str(tmp_path / "copy"), str(tmp_path / "empty copy")]
-    bucket.download([("data", len(data), copies[0]), ("empty", 0, copies[1])])
-    assert (tmp_path / "copy").read_bytes() == data
+    for name in ("data", "empty"):
+        BucketFile(f"{bucket.url}/{name}").copy_to(str(tmp_path / f"{name} copy"))
+    assert (tmp_path / "data copy").read_bytes() == data
     assert (tmp_path / "empty copy").read_bytes() == b""
     key = f"{bucket.url.partition('://bucket/')[2]}/data"
     assert server.requests.count(f"GET {key}") >= 3
@@ -108,7 +109,6 @@ def test_errors_are_one_sentence_without_credentials(server, monkeypatch, caplog
     bucket = Bucket(f"{server.url}/errors", quick=True)
     server.fault = lambda number, method, key: fault
     calls = [
-        lambda: bucket.put("a", b""),
         lambda: bucket.replace("a", b"", None),
         lambda: bucket.names(),
     ]
@@ -125,7 +125,7 @@ def test_errors_are_one_sentence_without_credentials(server, monkeypatch, caplog
 def test_a_bucket_that_does_not_exist_is_named(server):
     server.fault = lambda number, method, key: None
     bucket = Bucket("s3://another/run7")
-    for call in (lambda: bucket.read("a"), lambda: bucket.put("a", b""), bucket.names):
+    for call in (lambda: bucket.read("a"), lambda: bucket.replace("a", b"", None), bucket.names):
         with pytest.raises(OSError, match=r"s3://another/run7.* there is no such bucket: create"):
             call()
 
@@ -157,7 +157,7 @@ def test_profiles_of_boto3_are_read(server, monkeypatch, tmp_path):
     for name in CREDENTIALS:
         monkeypatch.delenv(name)
     bucket = Bucket(f"{server.url}/profile")
-    bucket.put("a", b"1")
+    bucket.replace("a", b"1", None)
     assert bucket.read("a")[0] == b"1"  # type: ignore[index]
 
 
@@ -190,4 +190,4 @@ def test_what_writes_local_files_only_names_what_copies_them(url):
 def test_local_paths_and_what_tensorflow_writes_pass():
     for path in ("/a/b", "a", "file:///a", None, 3, b"a", io.BytesIO()):
         refuse_writing(path, "export")
-    refuse_writing("gs://bucket/a", "log_dir of TensorBoard", WRITTEN_BY_TENSORFLOW)
+    refuse_writing("gs://bucket/a", "log_dir of TensorBoard", ("gs://",))

@@ -82,19 +82,17 @@ def problems_of(path: str) -> list[str]:
     """Sentences on the problems of a backup directory, one backup, or an export.
 
     Args:
-        path: a value of `backup_dir=` or `export_dir=`; local, or a URL that `tf.io.gfile` opens.
+        path: a value of `backup_dir=` or `export_dir=`.
     """
-    import tensorflow as tf
-
     from tfmw.storage.bucket import is_bucket
     from tfmw.train.checkpoint import store
     from tfmw.train.saved_model import MANIFEST, verify_export
 
     if is_bucket(path):
         return store.verify(path)
-    if not tf.io.gfile.isdir(path):
+    if not os.path.isdir(path):
         return [f"not found: {path}: expected a backup_dir or an export_dir."]
-    names = [name.rstrip("/") for name in tf.io.gfile.listdir(path)]
+    names = os.listdir(path)
     if MANIFEST in names or "saved_model.pb" in names:
         return [f"damaged: {problem}" for problem in verify_export(path)]
     if any(name.startswith("step_") for name in [*names, os.path.basename(path.rstrip("/"))]):

@@ -90,7 +90,7 @@ def _local_marker(path: str, name: str) -> Iterator[str]:
 @contextlib.contextmanager
 def _remote_marker(path: str, name: str) -> Iterator[str]:
     bucket = Bucket(path, quick=True)
-    bucket.put(name, name.encode())
+    bucket.replace(name, name.encode(), None)
     try:
         yield name
     finally:

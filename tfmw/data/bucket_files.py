@@ -8,24 +8,20 @@ for url in expanded("s3://bucket/train-*.tfrecord"):
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import fnmatch
 import functools
 import glob
 import hashlib
-import io
 import logging
 import os
 import sqlite3
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from tfmw.errors import UsageError
-from tfmw.storage.bucket import Bucket, is_bucket
+from tfmw.storage.bucket import CHUNK, Bucket, is_bucket
 
 logger = logging.getLogger("tfmw")
 
@@ -34,6 +30,7 @@ Range = tuple[int, int]
 
 _GAP = 1 << 10  # bytes between two ranges that are read, too: another request has as many
 _PARALLEL = 32  # requests of one process at the same time
+_WINDOW = 8 * CHUNK  # bytes of a copy that are in memory
 
 
 def expanded(path: str) -> list[str]:
@@ -72,56 +69,46 @@ class BucketFile:
             UsageError: the object has changed.
         """
         pairs = [(begin, end) for begin, end in ranges]
-        if self._cache is None:
-            return self._fetched(pairs)
-        found = self._cache.get(self, pairs)
-        missing = [pair for pair in pairs if pair not in found]
-        fetched = dict(zip(missing, self._fetched(missing), strict=True))
-        self._cache.put(self, fetched)
-        return [{**found, **fetched}[pair] for pair in pairs]
+        found = {} if self._cache is None else self._cache.get(self, pairs)
+        fetched = self._fetched([pair for pair in pairs if pair not in found])
+        if self._cache is not None:
+            self._cache.put(self, fetched)
+        found |= fetched
+        return [found[pair] for pair in pairs]
 
-    def _fetched(self, ranges: Sequence[Range]) -> list[bytes]:
+    def _fetched(self, ranges: Sequence[Range]) -> dict[Range, bytes]:
         """Reads ranges from the bucket; those that are close together are one request."""
         joined: list[list[int]] = []
+        request_of = {}
         for begin, end in sorted(ranges):
-            if joined and begin <= joined[-1][1] + _GAP:
-                joined[-1][1] = max(end, joined[-1][1])
-            else:
+            if not joined or begin > joined[-1][1] + _GAP:
                 joined.append([begin, end])
-        parts = list(_pool().map(self._fetch, *zip(*joined, strict=True))) if joined else []
+            joined[-1][1] = max(end, joined[-1][1])
+            request_of[begin, end] = len(joined) - 1
         firsts = [first for first, _ in joined]
-        found = []
-        for begin, end in ranges:
-            place = bisect.bisect_right(firsts, begin) - 1
-            found.append(parts[place][begin - firsts[place] : end - firsts[place]])
-        return found
+        parts = list(_pool().map(self._fetch, firsts, [end for _, end in joined]))
+        return {
+            (begin, end): parts[k][begin - firsts[k] : end - firsts[k]]
+            for (begin, end), k in request_of.items()
+        }
 
     def _fetch(self, begin: int, end: int) -> bytes:
         data = self._bucket.read_range(self._name, begin, end, self.etag)
         if data is None:
-            raise self._changed()
+            raise UsageError(
+                f"{self.url} has changed since this run began: start it again, with the files as "
+                "they are now or as they were."
+            )
         return data
 
-    def _changed(self) -> UsageError:
-        return UsageError(
-            f"{self.url} has changed since this run began: start it again, with the files as they "
-            "are now or as they were."
-        )
-
-    @contextlib.contextmanager
-    def copy(self) -> Iterator[str]:
-        """Yields the path of a temporary copy."""
-        with tempfile.TemporaryDirectory(prefix="tfmw-records-") as folder:
-            path = os.path.join(folder, "records")
-            try:
-                self._bucket.download([(self._name, self.size, path)], self.etag)
-            except ValueError:
-                raise self._changed() from None
-            yield path
-
-    def opened(self) -> io.RawIOBase:
-        """The object as a file of Python, each of whose reads is a request."""
-        return _Opened(self)
+    def copy_to(self, path: str) -> None:
+        """Writes the whole object into a local file, several chunks at a time."""
+        with open(path, "wb") as file:
+            for first in range(0, self.size, _WINDOW):
+                begins = range(first, min(first + _WINDOW, self.size), CHUNK)
+                ends = [min(begin + CHUNK, self.size) for begin in begins]
+                fetch = _pool().map if len(begins) > 1 else map  # no threads at a process's exit
+                file.writelines(fetch(self._fetch, begins, ends))
 
 
 class RangeCache:
@@ -185,13 +172,8 @@ def _key(file: BucketFile) -> tuple[int, ...]:
 
 def cache_of(directory: str | os.PathLike[str] | None, limit: int) -> RangeCache | None:
     """The cache in a directory; None if there is no directory, or if it cannot be used."""
-    return None if directory is None else _cache(os.path.abspath(directory), limit)
-
-
-@functools.cache
-def _cache(directory: str, limit: int) -> RangeCache | None:
     try:
-        return RangeCache(directory, limit)
+        return None if directory is None else _cache(os.path.abspath(directory), limit)
     except (OSError, sqlite3.Error) as error:
         logger.warning(
             "no cache in %s (%s): all records are read from the bucket", directory, error
@@ -199,29 +181,30 @@ def _cache(directory: str, limit: int) -> RangeCache | None:
         return None
 
 
-class _Opened(io.RawIOBase):
+_cache = functools.cache(RangeCache)
+
+
+class OpenedFile:
+    """An object as pyarrow reads files; each read is a request."""
+
+    closed = False
+
     def __init__(self, file: BucketFile):
         self._file, self._place = file, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._place = (0, self._place, self._file.size)[whence] + offset
         return self._place
 
     def tell(self) -> int:
         return self._place
 
-    def readinto(self, buffer: Any) -> int:
-        end = min(self._place + len(buffer), self._file.size)
-        (data,) = self._file.read([(self._place, max(end, self._place))])
-        buffer[: len(data)] = data
-        self._place += len(data)
-        return len(data)
+    def read(self, count: int) -> bytes:
+        begin, self._place = self._place, min(self._place + count, self._file.size)
+        return self._file.read([(begin, self._place)])[0]
+
+    def close(self) -> None:
+        self.closed = True
 
 
 @functools.lru_cache(64)
@@ -232,7 +215,7 @@ def _bucket(folder: str) -> Bucket:
 @functools.lru_cache(64)
 def _listed(folder: str) -> dict[str, tuple[int, str]]:
     """(bytes, ETag) of the objects in a folder: one request for a thousand of them."""
-    return _bucket(folder).entries()[1]
+    return _bucket(folder).files()
 
 
 @functools.cache

@@ -80,9 +80,15 @@ def from_index(source: Any, *, in_threads: bool = False) -> tf.data.Dataset:
             f"received {type(source).__name__} as a source of rows: expected an object with "
             f"len(source) and source[i], an index from 0 ({error})."
         ) from error
+    return dataset_of(_reader(source, first), length, in_threads)
+
+
+def dataset_of(
+    read: Callable[[Sequence[int]], Any], length: int, in_threads: bool = False
+) -> tf.data.Dataset:
+    """Creates a dataset of rows that are read together; see `Rows` and `from_index`."""
     if not length:
-        raise UsageError(f"{type(source).__name__} has no rows: expected at least one.")
-    read = _reader(source, first)
+        raise UsageError("a source has no rows: expected at least one.")
     some = {0, length // 2, length - 1} if length < ENDLESS else {0, 1}
     rows = Rows(read, _spec([read([i]) for i in sorted(some)]), in_threads)
 
@@ -105,8 +111,6 @@ def rows_under(pipeline: Pipeline) -> Rows | None:
 def _reader(source: Any, first: Any) -> Callable[[Sequence[int]], Any]:
     if isinstance(first, dict) and hasattr(source, "with_format"):  # a dataset of Hugging Face
         return _reader_of_hugging_face(source, first)
-    if hasattr(source, "columns_at"):
-        return source.columns_at
     many = getattr(source, "__getitems__", None) or (lambda indices: [source[i] for i in indices])
     return lambda indices: _stacked(many(list(indices)))
 

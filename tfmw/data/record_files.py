@@ -16,12 +16,11 @@ to a record in a file. So a resumed run reads the remaining records only.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 import subprocess
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,8 +31,8 @@ from tfmw.compat.file_readers import FileReader
 from tfmw.compat.pipelines import INFINITE, SAME, Pipeline
 from tfmw.compat.shuffles import ShuffleOrder
 from tfmw.data import record_index
-from tfmw.data.bucket_files import BucketFile, RangeCache, cache_of, expanded
-from tfmw.data.by_index import Rows, from_index, stacked
+from tfmw.data.bucket_files import BucketFile, OpenedFile, RangeCache, cache_of, expanded
+from tfmw.data.by_index import Rows, dataset_of, stacked
 from tfmw.data.values import SharedOrder
 from tfmw.errors import UsageError
 from tfmw.storage import disk
@@ -80,8 +79,8 @@ def from_records(
     """
     if kind not in ("tfrecord", "text"):
         raise UsageError(f'received kind={kind!r}: expected "tfrecord" or "text".')
-    cache = cache_of(cache_dir, cache_bytes)
-    return from_index(Records(_paths(files), kind, index_dir, cache), in_threads=True)
+    records = Records(_paths(files), kind, index_dir, cache_of(cache_dir, cache_bytes))
+    return dataset_of(records.read, len(records), in_threads=True)
 
 
 def from_tars(
@@ -119,8 +118,15 @@ def from_tars(
         )
     names = [name.lower().lstrip(".") for name in extensions]
     cache = cache_of(cache_dir, cache_bytes)
-    records = Records(_paths(files), "/".join(["tar", *names]), index_dir, cache)
-    return from_index(_Samples(records, names), in_threads=True)
+    members = Records(_paths(files), "/".join(["tar", *names]), index_dir, cache)
+    count = len(names)
+
+    def samples(numbers: Sequence[int]) -> dict[str, np.ndarray]:
+        """The members of these samples, by extension: object [n] each."""
+        found = members.read(np.add.outer(np.multiply(numbers, count), range(count)).reshape(-1))
+        return {name: found[k::count] for k, name in enumerate(names)}
+
+    return dataset_of(samples, len(members) // count, in_threads=True)
 
 
 def _paths(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -129,27 +135,6 @@ def _paths(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
     if not (found := [each for path in paths for each in expanded(path)]):
         raise UsageError(f"no file {files!r}: expected a path, a pattern or several paths.")
     return found
-
-
-class _Samples:
-    """Samples by index, each of `len(extensions)` records."""
-
-    def __init__(self, records: Records, extensions: Sequence[str]):
-        self._records, self._extensions = records, extensions
-
-    def __len__(self) -> int:
-        return len(self._records) // len(self._extensions)
-
-    def __getitem__(self, number: int) -> dict[str, bytes]:
-        columns: dict[str, Any] = self.columns_at([number])
-        return {name: column[0] for name, column in columns.items()}
-
-    def columns_at(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
-        """The members of these samples, by extension: object [n] each."""
-        count = len(self._extensions)
-        members = np.asarray(numbers)[:, None] * count + np.arange(count)
-        found = self._records.columns_at(members.reshape(-1).tolist()).reshape(-1, count)
-        return {name: found[:, k] for k, name in enumerate(self._extensions)}
 
 
 class Records:
@@ -166,33 +151,32 @@ class Records:
         index_dir: str | os.PathLike[str] | None,
         cache: RangeCache | None = None,
     ):
-        # int64 [records, 2] of a file: begin and end of the bytes; only those that nothing keeps
-        made: dict[int, np.ndarray] = {}
+        index_of: Callable[[str], np.ndarray] = functools.partial(
+            record_index.index_of, kind=kind, index_dir=index_dir
+        )
+        if index_dir is None:
+            index_of = functools.cache(index_of)  # nothing else keeps them
+        cluster = membership.current_cluster()
+        first = len(paths) * cluster.index // max(1, cluster.num_workers)
         self.counts = [0] * len(paths)
-        for file in _from_own_share(len(paths)):
+        # Each worker begins elsewhere, and then finds the indices that others have made.
+        for file in (*range(first, len(paths)), *range(first)):
             if index_dir is None:
-                made[file] = record_index.index_of(paths[file], kind, None)
-                self.counts[file] = len(made[file])
+                self.counts[file] = len(index_of(paths[file]))
             else:
                 self.counts[file] = record_index.count_of(paths[file], kind, index_dir)
         self._ends: np.ndarray = np.cumsum(self.counts)
 
         def opened(file: int) -> tuple[_File | BucketFile, np.ndarray]:
-            path, index = paths[file], made.get(file)
-            opened = BucketFile(path, cache) if is_bucket(path) else _File(path)
-            return opened, record_index.index_of(path, kind, index_dir) if index is None else index
+            path = paths[file]
+            return BucketFile(path, cache) if is_bucket(path) else _File(path), index_of(path)
 
         self._opened = functools.lru_cache(_OPENED)(opened)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def __getitem__(self, number: int) -> bytes:
-        columns: Any = self.columns_at([number])
-        record: bytes = columns[0]
-        return record
-
-    def columns_at(self, numbers: Sequence[int]) -> np.ndarray:
+    def read(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """The bytes of these records: object [n]."""
         found: np.ndarray = np.empty(len(numbers), object)
         files = np.searchsorted(self._ends, numbers, side="right")
@@ -204,16 +188,6 @@ class Records:
             for place, record in zip(places, records, strict=True):
                 found[place] = record
         return found
-
-
-def _from_own_share(count: int) -> Iterator[int]:
-    """All numbers below `count`; each worker begins elsewhere.
-
-    Workers that make the indices of files then find those that others have made.
-    """
-    cluster = membership.current_cluster()
-    first = count * cluster.index // max(1, cluster.num_workers)
-    return itertools.chain(range(first, count), range(first))
 
 
 class _File:
@@ -250,7 +224,8 @@ def from_parquet(
     Raises:
         UsageError: no file, no rows, or a column that is no array.
     """
-    return from_index(_ParquetRows(_paths(files), columns, cache_of(cache_dir, cache_bytes)))
+    rows = _ParquetRows(_paths(files), columns, cache_of(cache_dir, cache_bytes))
+    return dataset_of(rows.read, len(rows))
 
 
 class _ParquetRows:
@@ -262,7 +237,7 @@ class _ParquetRows:
         import pyarrow.parquet
 
         def opened(path: str) -> Any:
-            source = BucketFile(path, cache).opened() if is_bucket(path) else path
+            source = OpenedFile(BucketFile(path, cache)) if is_bucket(path) else path
             return pyarrow.parquet.ParquetFile(source)
 
         self._open, self._columns = opened, columns
@@ -280,10 +255,7 @@ class _ParquetRows:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {name: rows[0] for name, rows in self.columns_at([index]).items()}
-
-    def columns_at(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+    def read(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """The columns [number of indices, ...] of these rows."""
         out: dict[str, list[np.ndarray]] = {}
         for index in indices:
@@ -328,7 +300,7 @@ class FileRecords:
     ):
         paths = [path for of_element in files for path in of_element]
         records = Records(paths, reader.kind, order.index_dir)
-        self.rows = Rows(records.columns_at, tf.TensorSpec([], tf.string), in_threads=True)
+        self.rows = Rows(records.read, tf.TensorSpec([], tf.string), in_threads=True)
         self.maps = [Pipeline(each, []) for each in reader.maps]
         self.shuffle = shuffle  # the shuffle of the elements that are names of files
         self._turns = reader.cycle_length or order.cycle_length(reader.calls), reader.block_length

@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import IO
 
 import numpy as np
 
@@ -36,6 +37,7 @@ DIRECTORY = "record_index"
 _LARGE = 1 << 26  # bytes of files whose indexing takes a second or more
 _PIECE = 1 << 26  # bytes of a text that are processed together
 _HEADER, _ROW = 128, 16  # bytes of an index before its rows, and of a row
+_DIGITS = 32  # of each digest in the name of an index; the first is that of the file's path
 
 # Format of tensorflow/core/lib/io/record_writer.h: uint64 length, uint32 checksum of it, the bytes,
 # uint32 checksum of those.
@@ -97,35 +99,42 @@ def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
     Raises:
         UsageError: the file is missing, compressed or incomplete.
     """
-    name, make = _named(path, kind, index_dir)
-    return make() if index_dir is None else _kept(name, make, os.fspath(index_dir))
+    name = _name_of(path, kind, index_dir)
+    if index_dir is None:
+        return _made(path, kind)
+    directory = os.fspath(index_dir)
+    if is_bucket(directory):
+        bucket = Bucket(directory)
+        if (found := bucket.read(name)) is not None:
+            return np.load(io.BytesIO(found[0]), allow_pickle=False)
+        content, index = io.BytesIO(), _made(path, kind)
+        np.save(content, index)
+        bucket.replace(name, content.getvalue(), None)
+        return index
+    whole = os.path.join(directory, name)
+    if not os.path.exists(whole):
+        os.makedirs(directory, exist_ok=True)
+        with replacing(whole) as temporary:  # every worker writes it
+            np.save(temporary, _made(path, kind))
+            flush(temporary)
+    return np.load(whole, mmap_mode="r", allow_pickle=False)
 
 
 def count_of(path: str, kind: str, index_dir: str | os.PathLike[str]) -> int:
-    """The number of records of a file; an index in a bucket is not read for it."""
-    if is_bucket(os.fspath(index_dir)):
-        name, _ = _named(path, kind, index_dir)
-        known, size = _known(os.fspath(index_dir)).get(_place_in(name), ("", 0))
-        if known == name:
-            return (size - _HEADER) // _ROW
-    return len(index_of(path, kind, index_dir))
+    """The number of records of a file; an index that was made before is not read for it."""
+    name = _name_of(path, kind, index_dir)
+    known, size = _known(os.fspath(index_dir)).get(name[:_DIGITS], ("", 0))
+    return (size - _HEADER) // _ROW if known == name else len(index_of(path, kind, index_dir))
 
 
-def _named(
-    path: str, kind: str, index_dir: str | os.PathLike[str] | None
-) -> tuple[str, Callable[[], np.ndarray]]:
-    """(name of an index, with a digest of the file's version; a function that makes it)."""
+def _name_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> str:
+    """The name of an index, with a digest of the version of its file."""
     if is_bucket(path):
         # Not above: the process that makes indices would import TensorFlow with it.
         from tfmw.data.bucket_files import BucketFile
 
         file = BucketFile(path)
-        place, version = file.url, f"{file.size} {file.etag}"
-
-        def make() -> np.ndarray:
-            with file.copy() as copy:
-                return _index(copy, kind)
-
+        version = f"{file.size} {file.etag}"
     else:
         try:
             facts = os.stat(path)
@@ -133,60 +142,47 @@ def _named(
             raise UsageError(
                 f"cannot read {path}: {error.strerror}; expected a file on this machine."
             ) from error
-        place, version = os.path.abspath(path), f"{facts.st_size} {facts.st_mtime_ns}"
-        make = lambda: _index(path, kind)  # noqa: E731
-    encoded = (t.encode(errors="surrogateescape") for t in (f"{place} {kind}", version))
-    name = "-".join(hashlib.sha256(text).hexdigest()[:32] for text in encoded) + ".npy"
-    if index_dir is not None and is_bucket(path):
-        if _known(os.fspath(index_dir)).get(_place_in(name), (name, 0))[0] != name:
-            raise UsageError(
-                f"{path} has changed since its index in {index_dir} was made: a run that resumes "
-                "would read other records. To train on the object as it is, name another index_dir."
-            )
-    return name, make
-
-
-def _place_in(name: str) -> str:
-    return name.partition("-")[0]
+        path, version = os.path.abspath(path), f"{facts.st_size} {facts.st_mtime_ns}"
+    encoded = (t.encode(errors="surrogateescape") for t in (f"{path} {kind}", version))
+    name = "-".join(hashlib.sha256(text).hexdigest()[:_DIGITS] for text in encoded) + ".npy"
+    known = _known(os.fspath(index_dir)) if index_dir is not None and is_bucket(path) else {}
+    if known.get(name[:_DIGITS], (name, 0))[0] != name:
+        raise UsageError(
+            f"{path} has changed since its index in {index_dir} was made: a run that resumes "
+            "would read other records. To train on the object as it is, name another index_dir."
+        )
+    return name
 
 
 @functools.cache
 def _known(index_dir: str) -> dict[str, tuple[str, int]]:
     """(name, bytes) of the indices in a directory or a bucket, by the digest of the file's path."""
     if is_bucket(index_dir):
-        sizes = {name: size for name, (size, _) in Bucket(index_dir).entries()[1].items()}
+        sizes = {name: size for name, (size, _) in Bucket(index_dir).files().items()}
     else:
-        sizes = dict.fromkeys(os.listdir(index_dir) if os.path.isdir(index_dir) else (), 0)
-    return {_place_in(name): (name, size) for name, size in sizes.items()}
+        found = os.scandir(index_dir) if os.path.isdir(index_dir) else ()
+        sizes = {entry.name: entry.stat().st_size for entry in found}
+    return {name[:_DIGITS]: (name, size) for name, size in sizes.items()}
 
 
-def _kept(name: str, make: Callable[[], np.ndarray], index_dir: str) -> np.ndarray:
-    """An index from a directory or a bucket, or made and put there."""
-    if is_bucket(index_dir):
-        bucket = Bucket(index_dir)
-        if (found := bucket.read(name)) is not None:
-            return np.load(io.BytesIO(found[0]), allow_pickle=False)
-        content, index = io.BytesIO(), make()
-        np.save(content, index)
-        bucket.put(name, content.getvalue())
-        _known(index_dir)[_place_in(name)] = name, len(content.getvalue())
-        return index
-    path = os.path.join(index_dir, name)
-    if not os.path.exists(path):
-        os.makedirs(index_dir, exist_ok=True)
-        with replacing(path) as temporary:  # every worker writes it
-            np.save(temporary, make())
-            flush(temporary)
-        _known(index_dir)[_place_in(name)] = name, 0
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+def _made(path: str, kind: str) -> np.ndarray:
+    """The index of a file, which goes through its content."""
+    if is_bucket(path):
+        from tfmw.data.bucket_files import BucketFile
+
+        with tempfile.NamedTemporaryFile(prefix="tfmw-records-") as copy:
+            BucketFile(path).copy_to(copy.name)
+            return _index(copy, path, kind)
+    with open(path, "rb") as file:
+        return _index(file, path, kind)
 
 
-def _index(path: str, kind: str) -> np.ndarray:
-    if not os.path.getsize(path):
+def _index(file: IO[bytes], path: str, kind: str) -> np.ndarray:
+    if not os.fstat(file.fileno()).st_size:
         return np.zeros([0, 2], np.int64)
     if kind.startswith("tar"):
-        return _members(path, kind.split("/")[1:])
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+        return _members(file, path, kind.split("/")[1:])
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
         return _lines(whole) if kind == "text" else _tfrecords(path, whole)
 
 
@@ -225,11 +221,11 @@ def _lines(whole: mmap.mmap) -> np.ndarray:
     return np.concatenate(found)
 
 
-def _members(path: str, extensions: Sequence[str]) -> np.ndarray:
+def _members(file: IO[bytes], path: str, extensions: Sequence[str]) -> np.ndarray:
     """Begin and end of the members of each sample, in the order of the extensions."""
     samples: list[tuple[str, dict[str, tuple[int, int]]]] = []
     try:
-        with tarfile.open(path, "r:") as tar:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in filter(tarfile.TarInfo.isreg, tar):
                 folder, name = os.path.split(member.name)
                 key, _, extension = name.partition(".")

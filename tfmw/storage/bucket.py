@@ -5,7 +5,7 @@
     version = bucket.replace("record", b"2", version) # None: another process has replaced it
     bucket.read("record")                             # (b"2", version); None: no such object
     bucket.upload("/tmp/tensors.data", "step_12/tensors.data")
-    bucket.download([("step_12/tensors.data", size, "/tmp/copy")])
+    bucket.read_range("step_12/tensors.data", 0, 100)
 
 It uses obstore, the binding of Rust's object_store: one interface and one wheel for S3 (AWS, MinIO,
 R2, Ceph), GCS and Azure, with the conditional writes of each. The extra `tfmw[cloud]` installs it,
@@ -17,12 +17,11 @@ its code.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,10 @@ SCHEMES = ("s3://", "gs://", "az://")
 CHUNK = 8 << 20
 """Bytes of one request for a part of a large object."""
 
-Version = dict[str, Any]
-"""Identity of the content of an object: {"e_tag": ..., "version": ...}."""
+Version = Any
+"""Identity of the content of an object; that of a bucket is {"e_tag": ..., "version": ...}."""
 
-WRITTEN_BY_TENSORFLOW = ("gs://", "ram://")
-"""Schemes to which Keras's callbacks write, through TensorFlow."""
-
-_PARALLEL = 8  # number of concurrent requests for ranges
+_PARALLEL = 8  # number of concurrent requests for parts of a file
 _RETRY_S = 60.0  # seconds in which a request is repeated, after 500, 503 or a lost connection
 _QUICK_S = 3.0  # the same, for requests whose result is needed at once
 _ANSWER_S, _QUICK_ANSWER_S = 30.0, 2.0  # for one response, and for one that is needed at once
@@ -103,19 +99,13 @@ class Bucket:
             version: the version that is replaced; None if there is no object yet.
         """
         refused = self._api.exceptions.AlreadyExistsError, self._api.exceptions.PreconditionError
-        mode: Any = version and {k: v for k, v in version.items() if v is not None}
         with self._errors("written", name):
             try:
-                return _version(self._api.put(self._store, name, data, mode=mode or "create"))
+                return _version(self._api.put(self._store, name, data, mode=version or "create"))
             except refused:
                 # A request whose response was lost is repeated, and finds its own content.
                 found = self.read(name)
                 return found[1] if found is not None and found[0] == data else None
-
-    def put(self, name: str, data: bytes) -> None:
-        """Writes an object, new or existing."""
-        with self._errors("written", name):
-            self._api.put(self._store, name, data)
 
     def upload(self, path: str, name: str) -> None:
         """Writes a local file as an object; a large one in parts, several at a time."""
@@ -137,50 +127,17 @@ class Bucket:
                 return None
         return data if len(data) == end - begin else None
 
-    def download(self, files: Iterable[tuple[str, int, str]], etag: str | None = None) -> None:
-        """Reads objects into local files, ranges of several at a time.
-
-        Args:
-            files: (name of the object, its bytes, path of the file).
-            etag: expected ETag of the objects.
-
-        Raises:
-            ValueError: an object is missing or shorter, or its ETag is another one.
-        """
-        chunks = []
-        for name, size, path in files:
-            with open(path, "wb") as file:
-                file.truncate(size)
-            begins = range(0, size, CHUNK)
-            chunks += [(name, begin, min(begin + CHUNK, size), path) for begin in begins]
-
-        def fetch(chunk: tuple[str, int, int, str]) -> None:
-            name, begin, end, path = chunk
-            data = self.read_range(name, begin, end, etag)
-            if data is None:
-                raise ValueError(f"{name} is missing, or has changed")
-            with open(path, "r+b") as file:
-                file.seek(begin)
-                file.write(data)
-
-        for chunk in chunks[:1]:  # alone, it needs no thread: an exiting process has no pool
-            fetch(chunk)
-        with concurrent.futures.ThreadPoolExecutor(_PARALLEL) as pool:
-            for _ in pool.map(fetch, chunks[1:]):
-                pass
-
     def names(self, folder: str = "") -> dict[str, tuple[int, str]]:
         """(bytes, ETag) of the objects in a folder and the folders in it, by name."""
         with self._errors("listed", folder):
             found = self._api.list(self._store, folder or None)
             return {one["path"]: (one["size"], one["e_tag"]) for part in found for one in part}
 
-    def entries(self) -> tuple[list[str], dict[str, tuple[int, str]]]:
-        """The names of folders; (bytes, ETag) of the objects in none of them, by name."""
+    def files(self) -> dict[str, tuple[int, str]]:
+        """(bytes, ETag) of the objects that are in none of the folders, by name."""
         with self._errors("listed", ""):
-            found = self._api.list_with_delimiter(self._store)
-            folders = [name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]]
-            return folders, {one["path"]: (one["size"], one["e_tag"]) for one in found["objects"]}
+            found = self._api.list_with_delimiter(self._store)["objects"]
+            return {one["path"]: (one["size"], one["e_tag"]) for one in found}
 
     def remove(self, names: Sequence[str]) -> None:
         """Removes objects; missing ones are no error."""
@@ -290,7 +247,7 @@ def _opened(url: str, quick: bool) -> tuple[Any, Any]:
 
 
 def _version(meta: Any) -> Version:
-    return {"e_tag": meta["e_tag"], "version": meta["version"]}
+    return {key: meta[key] for key in ("e_tag", "version") if meta[key] is not None}
 
 
 def _reason(error: Exception) -> str:

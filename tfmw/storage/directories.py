@@ -82,10 +82,10 @@ def locked(directory: str, name: str) -> Iterator[None]:
         raise UsageError(f"cannot create the directory {directory}: {error.strerror}") from None
     path = os.path.join(directory, name)
     # A host that was cut off ends its tasks by itself, a few seconds after the others detect it.
-    patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(file_lock(path, patience_s, fence.owner()))
+            owner = fence.owner()
+            stack.enter_context(file_lock(path, _PATIENCE_S if owner else 0.0, owner))
         except BlockingIOError:
             holder = holder_of(path)
             if not fence.precedes(holder):

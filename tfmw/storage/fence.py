@@ -33,11 +33,6 @@ def attempt() -> int:
     return int(os.environ.get(ATTEMPT) or 0)
 
 
-def is_fenced() -> bool:
-    """Whether other hosts may continue this run without this process."""
-    return bool(os.environ.get(FENCE))
-
-
 def check() -> None:
     """Raises Fenced if a later attempt has been recorded.
 
@@ -48,7 +43,7 @@ def check() -> None:
     place = os.environ.get(FENCE)
     if not place:
         return
-    last = int(_record(place)["attempt"])
+    last = _record(place)["attempt"]
     if last > attempt():
         raise Fenced(
             f"this task belongs to attempt {attempt()}, and other hosts have begun attempt {last} "
@@ -81,9 +76,7 @@ def precedes(text: str) -> bool:
 def _record(place: str) -> dict[str, Any]:
     folder, _, name = place.rpartition("/")
     objects = Bucket(folder, quick=True) if is_bucket(place) else DirectoryObjects(folder)
-    record: dict[str, Any] = LeasedObject(objects, name).look()
-    try:
-        int(record["attempt"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise OSError(f"{place} has no record of attempts") from error
+    record = LeasedObject(objects, name).look()
+    if not isinstance(record, dict) or not isinstance(record.get("attempt"), int):
+        raise OSError(f"{place} has no record of attempts")
     return record

@@ -19,7 +19,6 @@ The object is in a bucket, or a file in a directory (`DirectoryObjects`).
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -66,7 +65,7 @@ class DirectoryObjects:
             data = Path(self.url, name).read_bytes()
         except FileNotFoundError:
             return None
-        return data, {"sha256": hashlib.sha256(data).hexdigest()}
+        return data, data  # no two contents are equal
 
     def replace(self, name: str, data: bytes, version: Version | None) -> Version | None:
         path = os.path.join(self.url, name)
@@ -79,7 +78,7 @@ class DirectoryObjects:
                     file.write(data)
                 flush(temporary)
             flush(self.url)
-        return {"sha256": hashlib.sha256(data).hexdigest()}
+        return data
 
 
 class LeasedObject:
@@ -114,8 +113,7 @@ class LeasedObject:
         # The version that was read or written last, and the time when this process saw it first.
         self.since = 0.0
         self._version: Version | None = None
-        self._content: dict[str, Any] = {}
-        self._token = ""
+        self._content: dict[str, Any] = {"token": ""}
         self._mutex = threading.RLock()
 
     def look(self) -> Any:
@@ -126,8 +124,8 @@ class LeasedObject:
                 self._version, self.since = version, self._clock()
             try:
                 self._content = json.loads(text)
-                self._token, self.data = self._content["token"], self._content["data"]
-                self.holder = self._content["owner"] if self._token else ""
+                self.data = self._content["data"]
+                self.holder = self._content["owner"] if self._content["token"] else ""
             except (ValueError, KeyError, TypeError) as error:
                 raise OSError(
                     f"{self._bucket.url}/{self._name} is not of tfmw, or damaged"
@@ -146,7 +144,7 @@ class LeasedObject:
             asked = self._clock()
             self.look()
             waited = self._clock() - self.since >= TTL_S
-            if self._token not in ("", self._own["token"]) and not (
+            if self._content["token"] not in ("", self._own["token"]) and not (
                 waited or _is_gone(self._content) or may_follow(self.holder)
             ):
                 return False
@@ -169,7 +167,7 @@ class LeasedObject:
         """
         with self._mutex:
             asked = self._clock()
-            while self._token == self._own["token"]:
+            while self._content["token"] == self._own["token"]:
                 if self._put(data):
                     self.held_until = asked + TTL_S - _MARGIN_S
                     return
@@ -186,14 +184,14 @@ class LeasedObject:
         if version is None:
             return False
         self._version, self.since = version, self._clock()
-        self._token, self.data = content["token"], data
+        self._content, self.data = content, data
         return True
 
     def release(self) -> None:
         """Releases the lock if this process holds it; the data stays."""
         with self._mutex, contextlib.suppress(OSError):  # the lock expires by itself
             self.held_until = 0.0
-            if self._token == self._own["token"]:
+            if self._content["token"] == self._own["token"]:
                 self._put(self.data, token="")
 
 

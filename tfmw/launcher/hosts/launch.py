@@ -117,12 +117,10 @@ def rendezvous_of(argv: Sequence[str]) -> str:
     if found is not None and is_bucket(found):
         return f"{found.rstrip('/')}/supervisors"
     if found is None or "://" in found:
-        where = (
-            "no --backup_dir" if found is None else f"its --backup_dir at {found}, without locks"
-        )
         raise UsageError(
             "restarts on several hosts require a lock that all of them reach, and the script has "
-            f"{where}; add --rendezvous dir:/a/directory/that/all/hosts/share, or s3://bucket/run7."
+            "no --backup_dir in a directory or a bucket; add --rendezvous "
+            "dir:/a/directory/that/all/hosts/share, or s3://bucket/run7."
         )
     return f"{DIRECTORY}{Path(found) / 'supervisors'}"
 

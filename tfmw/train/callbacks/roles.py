@@ -31,7 +31,7 @@ from tfmw.compat import models
 from tfmw.errors import UsageError
 from tfmw.observe.trackers import logs_to_tracker
 from tfmw.storage import disk
-from tfmw.storage.bucket import WRITTEN_BY_TENSORFLOW, refuse_writing
+from tfmw.storage.bucket import refuse_writing
 from tfmw.train.callbacks.log import Log
 
 # Keras's callbacks that write files, print or send reports: only one task may run them.
@@ -189,7 +189,8 @@ def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
     for callback in flat:
         for name in ("filepath", "filename", "log_dir"):
             what = f"{name} of {type(callback).__name__}"
-            refuse_writing(getattr(callback, name, None), what, WRITTEN_BY_TENSORFLOW)
+            # Keras's callbacks write to these through TensorFlow.
+            refuse_writing(getattr(callback, name, None), what, ("gs://", "ram://"))
     for callback in flat if workers > 1 else ():
         if type(callback).__name__ == "OrbaxCheckpoint":
             raise UsageError(

@@ -2,7 +2,8 @@
 
     files = files_of("/shared/run7")                  # or "s3://bucket/run7"
     with files.locked():                              # one run at a time
-        with files.writing(step=1200) as directory: ...        # fill it; then it is the backup
+        begun = files.begin(1200)
+        with files.writing(1200, begun) as directory: ...      # fill it; then it is the backup
     files.local(1200)                                 # a directory to read it from
 
 In a directory, a backup appears by a rename. In a bucket, the object `backups.json` lists the
@@ -17,7 +18,6 @@ Files for a bucket are written into a temporary directory first (TMPDIR), and re
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import logging
 import os
@@ -33,10 +33,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-import tensorflow as tf
-
 from tfmw.cluster import shared_directories
 from tfmw.cluster.group import Group
+from tfmw.data.bucket_files import BucketFile
 from tfmw.errors import TfmwError, UsageError
 from tfmw.storage import directories, disk, fence
 from tfmw.storage.bucket import Bucket, is_bucket
@@ -121,18 +120,17 @@ class LocalFiles:
         """Removes copies."""
 
     @contextlib.contextmanager
-    def writing(self, step: int, begun: str | None = None) -> Iterator[str]:
-        """Yields a directory to create and fill; at the end of the block it is the backup.
+    def writing(self, step: int, begun: str) -> Iterator[str]:
+        """Yields a directory to fill; at the end of the block it is the backup.
 
         Args:
             step: of the backup; one of the same step is replaced.
-            begun: an earlier result of `begin`.
+            begun: a result of `begin`.
 
         Raises:
             OSError: it could not be written; older backups are untouched.
         """
         with directories.atomic_directory(self.path_of(step), begun) as temporary:
-            tf.io.gfile.makedirs(temporary)
             yield temporary
 
     def remove(self, step: int) -> None:
@@ -163,7 +161,7 @@ class LocalFiles:
             return all(group.from_all(seen))
 
     def begin(self, step: int) -> str:
-        """Creates what tasks write their parts of a backup into."""
+        """Creates the directory of a backup, into which several tasks may write."""
         temporary = directories.name_beside(self.path_of(step))
         os.makedirs(temporary)
         return temporary
@@ -199,13 +197,10 @@ class BucketFiles:
 
     def __init__(self, path: str):
         self.path = path.rstrip("/")
+        self._bucket = Bucket(self.path)
         self._staged: dict[str, str] = {}  # temporary directories, by the name in the bucket
         self._uploaded: dict[int, str] = {}  # the objects of other tasks' parts, by inode here
         self._remove_copy: Callable[[], Any] = lambda: None  # of the backup that was read last
-
-    @cached_property
-    def _bucket(self) -> Bucket:
-        return Bucket(self.path)
 
     @cached_property
     def _list(self) -> LeasedObject:
@@ -237,7 +232,9 @@ class BucketFiles:
                 raise directories.in_use(self.path, self._list.holder)
             seen = self._list.since
             time.sleep(_POLL_S)
-        if self._list.data is None and any(map(NAME.fullmatch, self._bucket.entries()[0])):
+        if self._list.data is None and any(
+            NAME.fullmatch(name.partition("/")[0]) for name in self._bucket.names()
+        ):
             self._list.release()
             raise UsageError(
                 f"{self.path!r} has backups of an earlier version of tfmw, or copies of a local "
@@ -286,18 +283,15 @@ class BucketFiles:
         self.forget()
         copy = tempfile.mkdtemp(prefix="tfmw-backup-")
         self._remove_copy = weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
-        folder = f"{_DATA}/{entry['directory']}"
         try:
-            self._bucket.download(
-                (f"{folder}/{name}", size, os.path.join(copy, own))
-                for own, (name, size) in entry["files"].items()
-                if only in ("", own)
-            )
-        except BaseException as error:
+            for own, (name, _) in entry["files"].items():
+                if only in ("", own):
+                    file = BucketFile(f"{self.path}/{_DATA}/{entry['directory']}/{name}")
+                    file.copy_to(os.path.join(copy, own))
+        except (UsageError, OSError, RuntimeError) as error:  # RuntimeError: no thread can start
             self.forget()
-            if isinstance(error, OSError | RuntimeError):  # RuntimeError: no thread can start
-                raise TfmwError(str(error)) from error
-            raise
+            kind = ValueError if isinstance(error, UsageError) else TfmwError
+            raise kind(str(error)) from error
         return copy
 
     def forget(self) -> None:
@@ -305,8 +299,7 @@ class BucketFiles:
         self._remove_copy()
 
     @contextlib.contextmanager
-    def writing(self, step: int, begun: str | None = None) -> Iterator[str]:
-        begun = self.begin(step) if begun is None else begun
+    def writing(self, step: int, begun: str) -> Iterator[str]:
         staged = self.directory_of(begun)
         try:
             yield staged
@@ -321,13 +314,13 @@ class BucketFiles:
         except BaseException:
             self.abandon(begun)
             raise
-        self._forget_staged(begun)
+        self.drop(begun)
         entries = self._known()
         replaced = entries.pop(step, None)
         # If this fails, the backup may be complete, and a run that takes over may rely on it.
         self._write({**entries, step: {"directory": begun, "files": files}})
         if replaced is not None:
-            self._remove_files(replaced)
+            self._remove_data(replaced["directory"])
 
     def _write(self, entries: dict[int, dict[str, Any]]) -> None:
         self._list.write({"backups": {str(step): entry for step, entry in entries.items()}})
@@ -336,15 +329,14 @@ class BucketFiles:
         entries = self._known()
         removed = entries.pop(step)
         self._write(entries)
-        self._remove_files(removed)
+        self._remove_data(removed["directory"])
 
     def remove_folder(self, name: str) -> None:
         self._bucket.remove(list(self._bucket.names(name)))
 
-    def _remove_files(self, entry: dict[str, Any]) -> None:
-        folder = f"{_DATA}/{entry['directory']}"
+    def _remove_data(self, directory: str) -> None:
         with contextlib.suppress(OSError):  # the next run removes what is left
-            self._bucket.remove([f"{folder}/{name}" for name, _ in entry["files"].values()])
+            self.remove_folder(f"{_DATA}/{directory}")
 
     # ------------------------------------------------------------ parts of several tasks
 
@@ -357,40 +349,30 @@ class BucketFiles:
         return self._staged[begun]
 
     def hand_over(self, begun: str, paths: Sequence[str]) -> dict[str, Any]:
-        """Uploads them, but for an index, which the chief joins with its own."""
-        files: dict[str, Any] = {}
         for path in paths:
-            name = os.path.basename(path)
-            if name.endswith(".index"):
-                with open(path, "rb") as file:
-                    files[name] = base64.b64encode(file.read()).decode()
-            else:
-                self._bucket.upload(path, f"{_DATA}/{begun}/{name}")
-                files[name] = os.path.getsize(path)
-        self._forget_staged(begun)
+            self._bucket.upload(path, f"{_DATA}/{begun}/{os.path.basename(path)}")
+        files = {os.path.basename(path): os.path.getsize(path) for path in paths}
+        self.drop(begun)
         return files
 
     def drop(self, begun: str) -> None:
-        self._forget_staged(begun)
+        self._uploaded.clear()
+        shutil.rmtree(self._staged.pop(begun, ""), ignore_errors=True)
 
     def take_over(self, begun: str, files: dict[str, Any]) -> None:
-        """Puts files without content in the places of those that were uploaded."""
-        for name, content in files.items():
-            with open(os.path.join(self.directory_of(begun), name), "wb") as file:
-                if isinstance(content, str):
-                    file.write(base64.b64decode(content))
+        """Fetches the indices, which are merged; data that was uploaded gets empty files."""
+        for name, size in files.items():
+            path = os.path.join(self.directory_of(begun), name)
+            with open(path, "wb") as file:
+                if name.endswith(".index"):
+                    file.write(self._bucket.read_range(f"{_DATA}/{begun}/{name}", 0, size) or b"")
                 else:
-                    file.truncate(content)  # takes no space
+                    file.truncate(size)  # takes no space
                     self._uploaded[os.fstat(file.fileno()).st_ino] = name
 
     def abandon(self, begun: str) -> None:
-        self._forget_staged(begun)
-        with contextlib.suppress(OSError):
-            self._bucket.remove(list(self._bucket.names(f"{_DATA}/{begun}")))
-
-    def _forget_staged(self, begun: str) -> None:
-        self._uploaded.clear()
-        shutil.rmtree(self._staged.pop(begun, ""), ignore_errors=True)
+        self.drop(begun)
+        self._remove_data(begun)
 
     def takes_parts(self, group: Group) -> bool:
         return True

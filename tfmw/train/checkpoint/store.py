@@ -166,7 +166,8 @@ class BackupStore:
         """
         layout = {} if rows is None else rows.files.layout
         changed = rows is not None and rows.base is not None
-        with self.files.writing(step, None if shared is None else shared.begun) as directory:
+        begun = self.files.begin(step) if shared is None else shared.begun
+        with self.files.writing(step, begun) as directory:
             prefix = os.path.join(directory, PREFIX)
             if shared is not None:
                 shared.write(prefix, tensors)
@@ -256,8 +257,6 @@ class BackupStore:
             return _read_record(self.files.local(steps[-1], _RECORD))["record"]["run"]
         except (*_MALFORMED, OSError) as e:
             raise Damaged(f"backup {self.path_of(steps[-1])} is damaged: {first_line(e)}") from e
-        finally:
-            self.files.forget()
 
     def read(self, step: int) -> Backup:
         """The backup of one step.
@@ -320,8 +319,6 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
             store.read(step).tensors()
         except TfmwError as e:
             problems.append(f"{e}.")
-        finally:
-            store.files.forget()
     return problems
 
 
