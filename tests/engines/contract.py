@@ -376,6 +376,19 @@ class Contract:
 
     @pytest.mark.nightly
     @pytest.mark.usefixtures("_backup_each_epoch")
+    def test_workers_that_stay(
+        self, engine: Engine, fit_on_two_workers: tuple[Any, Any], tmp_path: Path
+    ) -> None:
+        """The calls of `tfmw.Workers` have the results of this machine's workers.
+
+        Ctrl-C ends a call, and the processes stay. After an error the next call has new ones.
+        """
+        from tests.engines import training
+
+        training.fits_in_workers_that_stay(engine, tmp_path, fit_on_two_workers)
+
+    @pytest.mark.nightly
+    @pytest.mark.usefixtures("_backup_each_epoch")
     def test_files_are_read_by_the_workers(self, engine: Engine, tmp_path: Path) -> None:
         """The files stay where they are: this process neither reads nor sends them."""
         from tests.engines import training

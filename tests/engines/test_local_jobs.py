@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,9 @@ from tests.engines.contract import TIMEOUT_S, Contract, doubled, runs_forever, s
 from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked, wait_gone
 from tfmw.engines import Engine, Local
 from tfmw.errors import TaskFailed, UsageError
+from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.engine import JobHandle
+from tfmw.launcher.engines.standing_calls import CALLER, SILENCE_S, Calls
 
 pytestmark = pytest.mark.process
 
@@ -188,6 +191,35 @@ def test_job_whose_submission_fails_is_ended(
     monkeypatch.undo()
     assert wait_gone(list(marked(mark)), timeout_s=30) == []
     assert list((tmp_path / "jobs/own").iterdir()) == []
+
+
+def test_workers_that_stay(
+    tmp_path: Path, fit_on_two_workers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tasks of a job, on every engine but `local`; see `Contract`."""
+    from tests.engines import training
+
+    for name, value in {**ONE_THREAD, "PYTHONPATH": PYTHONPATH}.items():
+        monkeypatch.setenv(name, value)
+    engine = Own(directory=tmp_path / "jobs")
+    training.fits_in_workers_that_stay(engine, tmp_path, fit_on_two_workers)
+    assert tfmw.jobs(engine) == []
+    with pytest.raises(UsageError, match="workers that stay do not restart"):
+        tfmw.Workers(2, on=Own(max_restarts=1))
+
+
+def test_job_whose_caller_is_gone_ends(tmp_path: Path) -> None:
+    now = [0.0]
+    folder = tmp_path / "job"
+    folder.mkdir(mode=0o700)
+    calls = Calls(folder, clock=lambda: now[0])
+    for beat in range(3):
+        own_files.write(folder / CALLER, json.dumps({"beats": beat}).encode())
+        assert not calls.caller_gone
+        now[0] += SILENCE_S
+    assert not calls.caller_gone
+    now[0] += 0.1
+    assert calls.caller_gone
 
 
 def test_job_of_an_engine_that_tfmw_does_not_know(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfmw
-from tests.engines.contract import wait_for
+from tests.engines.contract import assert_equal, wait_for
+from tests.helpers.cluster import wait_gone
 from tfmw.engines import Engine, Job
 from tfmw.launcher.call import ELSEWHERE
 
@@ -81,13 +83,62 @@ def make_model() -> Any:
     return model
 
 
-def fit(on: Any, *callbacks: keras.callbacks.Callback) -> tuple[Any, Any]:
+class LeavesAFile(keras.callbacks.Callback):
+    """Leaves a file at the end of the second epoch, then waits for another one.
+
+    Args:
+        reached: the file.
+        go: the other file.
+    """
+
+    def __init__(self, reached: str, go: str) -> None:
+        super().__init__()
+        self.reached, self.go = reached, go
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            Path(self.reached).touch()
+            wait_for(Path(self.go).exists)
+
+
+def fit(on: Any, *callbacks: keras.callbacks.Callback, workers: Any = 2) -> tuple[Any, Any]:
     """(History, model) of a fit on two workers."""
     model = make_model()
     history = tfmw.fit(
-        model, X, Y, epochs=EPOCHS, batch_size=32, workers=2, on=on, callbacks=list(callbacks)
+        model, X, Y, epochs=EPOCHS, batch_size=32, workers=workers, on=on, callbacks=list(callbacks)
     )
     return history, model
+
+
+def fits_in_workers_that_stay(engine: Engine, folder: Path, expected: tuple[Any, Any]) -> None:
+    """Several calls of one set of workers; see the contract's `test_workers_that_stay`."""
+    with tfmw.Workers(2, on=engine) as workers:
+        before = workers.run(os.getpid)
+        assert_equal(fit("local", workers=workers), expected)
+        history, model = fit("local", workers=workers)  # another model of the same name
+        assert_equal((history, model), expected)
+        scores = tfmw.evaluate(model, X, Y, batch_size=32, verbose=0, workers=workers)
+        np.testing.assert_allclose(scores, model.evaluate(X, Y, verbose=0), rtol=1e-5)
+
+        def interrupt() -> None:
+            wait_for((folder / "reached").exists)
+            os.kill(os.getpid(), signal.SIGINT)
+            (folder / "go").touch()
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        model = make_model()
+        waits = LeavesAFile(str(folder / "reached"), str(folder / "go"))
+        with pytest.raises(KeyboardInterrupt):
+            workers.fit(model, X, Y, epochs=10_000, batch_size=32, verbose=0, callbacks=[waits])
+        thread.join()
+        assert 6 <= model.optimizer.iterations < 30_000
+        assert workers.run(os.getpid) == before
+        with pytest.raises(KeyError, match="no such key"):
+            workers.run({}.__getitem__, "no such key")
+        after = workers.run(os.getpid)
+        assert set(after).isdisjoint(before)
+    assert wait_gone(after, timeout_s=60) == []
 
 
 def fit_of_files(on: Any, folder: Path) -> tuple[Any, Any]:

@@ -205,6 +205,7 @@ MESSAGES = [
         "/a",
         False,
         80,
+        True,
         b"\n\0",
     ),
     Join({"tfmw": "1"}, 3, -1),

@@ -82,7 +82,7 @@ def here(monkeypatch):
 
 
 def last(here: tfmw.Workers) -> worker_calls.Request:
-    request: worker_calls.Request = here._standing.requests[-1]  # type: ignore[attr-defined]
+    request: worker_calls.Request = here._standing.requests[-1]  # type: ignore[union-attr]
     return request
 
 

@@ -35,6 +35,7 @@ from tfmw.errors import Preempted, UsageError
 from tfmw.launcher import call
 from tfmw.launcher.engines import agent, submit
 from tfmw.launcher.engines.engine import Engine
+from tfmw.launcher.engines.standing_job import JobWorkers
 from tfmw.launcher.output import is_watched
 from tfmw.launcher.run import launch
 from tfmw.storage import disk
@@ -45,7 +46,14 @@ from tfmw.train.checkpoint.store import BackupStore
 from tfmw.train.local_sgd import round_server
 from tfmw.train.sent_data import follow_orders, sent_data
 from tfmw.train.worker_calls import KEPT_BY_JOB, run
-from tfmw.train.workers import Requests, Workers, for_one_call, refuse_in_cluster, require_number
+from tfmw.train.workers import (
+    NO_RESTARTS,
+    Requests,
+    Workers,
+    for_one_call,
+    refuse_in_cluster,
+    require_number,
+)
 
 _BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
 _BACKUP_OF_JOB_EVERY = "10 s"  # each backup is sent to the job's controller
@@ -163,10 +171,7 @@ def _fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
     elastic = arguments.sync is not None and arguments.sync.elastic
     restarts = submit.engine_of(arguments.on).max_restarts
     if isinstance(workers, Workers) and (elastic or restarts):
-        raise UsageError(
-            "workers that stay do not restart within a call, as elastic=True and max_restarts "
-            "ask: pass the number of workers, such as workers=2."
-        )
+        raise UsageError(NO_RESTARTS)
     sent = dataclasses.replace(
         arguments,
         x=sent_data(arguments.x, "x"),
@@ -199,13 +204,31 @@ def _fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
 
 
 @contextlib.contextmanager
-def _backups(sent: FitArguments, folder: str) -> Iterator[FitArguments]:
-    """The arguments with a backup, whose newest state a stopped model gets."""
-    backup = sent.backup or TemporaryBackup(os.path.join(folder, "backups"), _BACKUP_EVERY)
+def _backups(
+    sent: FitArguments, folder: str, job: JobWorkers | None = None
+) -> Iterator[FitArguments]:
+    """The arguments with a backup, whose newest state a stopped model gets.
+
+    Args:
+        sent: the arguments.
+        folder: a folder of this machine for the call alone.
+        job: the workers, if they are those of a job: it sends the backup to this machine.
+    """
+    own = os.path.join(folder, "backups")
+    if job is not None:
+        job.forget_backup()
+        sent = _with_absolute_paths(sent)
+        # Each call has a folder of its own in the workers.
+        kept = os.path.join(KEPT_BY_JOB, os.path.basename(folder))
+        backup = sent.backup or TemporaryBackup(kept, _BACKUP_OF_JOB_EVERY)
+    else:
+        backup = sent.backup or TemporaryBackup(own, _BACKUP_EVERY)
     try:
         yield _with(sent, backup)
     except (KeyboardInterrupt, Preempted) as stopped:
-        _restore_newest_backup(sent.model, backup.backup_dir)
+        if job is not None and sent.backup is None:
+            _unpack_backup(job.job, own)
+        _restore_newest_backup(sent.model, own if sent.backup is None else backup.backup_dir)
         if sent.backup is not None or isinstance(stopped, KeyboardInterrupt):
             raise
         print("without backup_dir= the same command starts anew", flush=True)
@@ -213,8 +236,8 @@ def _backups(sent: FitArguments, folder: str) -> Iterator[FitArguments]:
 
 
 def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Workers) -> dict[str, Any]:
-    """Trains on processes of this machine; returns the chief's answer."""
-    with workers.folder() as folder, _backups(sent, folder) as backed_up:
+    """Trains on workers that stay; returns the chief's answer."""
+    with workers.folder() as folder, _backups(sent, folder, workers.job()) as backed_up:
         answer = {"stopped": True, "signal": 0}
         while "stopped" in answer and not answer["signal"]:  # else a worker alone got the signal
             answer = workers.call(fit, vars(backed_up), _prepared(sent))
@@ -270,22 +293,36 @@ def _train_on_engine(
     fit: Callable[..., Any], sent: FitArguments, workers: Any, engine: Engine
 ) -> dict[str, Any]:
     """Trains on the machines of an engine; returns the chief's answer."""
-    backup = copy.copy(sent.backup) or TemporaryBackup(KEPT_BY_JOB, _BACKUP_OF_JOB_EVERY)
-    if sent.backup is not None:
-        backup.backup_dir = disk.absolute(backup.backup_dir)
-    if sent.export_dir is not None:
-        sent = dataclasses.replace(sent, export_dir=disk.absolute(os.fspath(sent.export_dir)))
+    sent = _with_absolute_paths(sent)
+    backup = sent.backup or TemporaryBackup(KEPT_BY_JOB, _BACKUP_OF_JOB_EVERY)
 
     def stopped(job: Any) -> None:
         with tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder:
-            if sent.backup is None and (archive := job.backup()):
-                agent.unpack(archive, Path(folder))
+            if sent.backup is None:
+                _unpack_backup(job, folder)
             _restore_newest_backup(sent.model, backup.backup_dir if sent.backup else folder)
 
     def launched(request: Any) -> list[Any]:
         return _on_engine(engine, workers, request, stopped)
 
     return _call_once(fit, vars(_with(sent, backup)), _prepared(sent), launched)
+
+
+def _with_absolute_paths(sent: FitArguments) -> FitArguments:
+    """The arguments for processes with other working directories."""
+    if sent.backup is not None:
+        backup = copy.copy(sent.backup)
+        backup.backup_dir = disk.absolute(backup.backup_dir)
+        sent = _with(sent, backup)
+    if sent.export_dir is not None:
+        sent = dataclasses.replace(sent, export_dir=disk.absolute(os.fspath(sent.export_dir)))
+    return sent
+
+
+def _unpack_backup(job: Any, folder: str) -> None:
+    """Writes the backup that a job has kept, if there is one, into a folder of this machine."""
+    if archive := job.backup():
+        agent.unpack(archive, Path(folder))
 
 
 def _on_engine(

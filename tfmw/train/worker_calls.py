@@ -39,7 +39,7 @@ from tfmw.train.checkpoint import state
 from tfmw.train.sent_data import opened_data
 
 KEPT_BY_JOB = "(kept by the job)"
-"""Value in place of a `backup_dir`: each task's folder, whose newest backup the engine keeps."""
+"""First part of a `backup_dir`: each task's folder, whose newest backup the engine keeps."""
 
 _MARKER_S = 10.0  # time for a file to appear in a directory that several hosts share
 
@@ -196,8 +196,9 @@ def _result(request: Request, arguments: dict[str, Any], prepared: bool) -> dict
     for key in ("x", "validation_data"):
         arguments |= {key: opened_data(arguments[key], opened)} if key in arguments else {}
     for backup in tf.nest.flatten(arguments["callbacks"]):
-        if os.path.basename(getattr(backup, "backup_dir", "")) == KEPT_BY_JOB:
-            backup.backup_dir = os.environ[agent.BACKUPS]
+        _, kept, of_call = getattr(backup, "backup_dir", "").partition(KEPT_BY_JOB)
+        if kept:
+            backup.backup_dir = os.environ[agent.BACKUPS] + of_call
         elif call.ELSEWHERE in os.environ and hasattr(backup, "backup_dir"):
             joined = membership.joined()
             group = Group(0, 1) if joined is None else Group.of(joined.strategy)
@@ -265,7 +266,7 @@ def settings_of_process() -> dict[str, Any]:
 
 def _apply(settings: Mapping[str, Any]) -> None:
     """Applies the settings of another process to this one."""
-    if settings["directory"] is not None:
+    if settings["directory"] is not None and os.path.isdir(settings["directory"]):
         os.chdir(settings["directory"])
     for name, value in settings["environment"].items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})

@@ -27,6 +27,9 @@ from tfmw.cluster import membership
 from tfmw.compat import datasets
 from tfmw.errors import UsageError, is_whole
 from tfmw.launcher import call
+from tfmw.launcher.engines import submit
+from tfmw.launcher.engines.engine import Engine, task_range
+from tfmw.launcher.engines.standing_job import JobWorkers
 from tfmw.launcher.standing import StandingWorkers
 from tfmw.observe import trackers
 from tfmw.train import pickling, worker_calls
@@ -38,20 +41,31 @@ _numbers = itertools.count()  # of calls
 _MOST_MODELS = 4  # number of models that workers keep
 _MOST_CALLS = 4  # number of last calls whose arrays workers keep
 
+NO_RESTARTS = (
+    "workers that stay do not restart within a call, as elastic=True and max_restarts ask: pass "
+    "the number of workers, such as workers=2."
+)
+
 
 class Workers:
-    """Worker processes of this machine that stay between calls.
+    """Worker processes that stay between calls, on this machine or on an engine.
 
     Models, their traced steps, data and weights that have not changed stay in the workers. Only the
     first call of a model waits for tracing. The results are those of `tfmw.fit(workers=n)`.
     Ctrl-C ends a call of `fit` after the current step, and the workers stay. After another error
     the next call starts new processes.
 
+    On an engine the processes are one job. It ends with this object, or a minute after this process
+    has ended.
+
     Args:
-        workers: number of processes.
+        workers: number of processes. Engines also accept (least, most), and start as many as have
+            room.
+        on: the system that runs them, as in `tfmw.launch`.
 
     Raises:
-        UsageError: a wrong number; this process is part of a cluster.
+        UsageError: a wrong number; this process is part of a cluster; or an engine with
+            `max_restarts`, as these workers do not restart within a call.
 
     Example:
         with tfmw.Workers(2) as workers:
@@ -60,16 +74,20 @@ class Workers:
             predictions = workers.predict(model, new_images)
     """
 
-    def __init__(self, workers: int = 2):
-        require_number(workers)
+    def __init__(self, workers: int | tuple[int, int] = 2, on: str | Engine = "local"):
+        engine = submit.engine_of(on)
+        require_number(workers) if engine.name == "local" else task_range(workers)
         refuse_in_cluster(workers)
-        self._count = workers
+        if engine.max_restarts:
+            raise UsageError(NO_RESTARTS)
+        self._count, self._engine = workers, engine
         self._one_call = threading.RLock()  # of several threads
         self._closed = False
         self._start()
 
     def __repr__(self) -> str:
-        return f"Workers({self._count})"
+        on = "" if self._engine.name == "local" else f", on={self._engine.name!r}"
+        return f"Workers({self._count}{on})"
 
     def __copy__(self) -> Workers:
         return self  # tuners copy what holds their workers
@@ -78,7 +96,10 @@ class Workers:
         return self
 
     def __reduce__(self) -> Any:
-        return _closed, (self._count,)  # in the workers, where a callback may refer to them
+        return _closed, (
+            self._count,
+            self._engine,
+        )  # in the workers, where a callback may refer to them
 
     def __enter__(self) -> Workers:
         return self
@@ -149,11 +170,20 @@ class Workers:
     def _start(self) -> None:
         self._requests = Requests()
         self._modules, self._runs = _modules_of_user(), trackers.active_runs()
-        self._standing = StandingWorkers(self._count)
+        self._standing: StandingWorkers | JobWorkers
+        if isinstance(self._count, int) and self._engine.name == "local":
+            self._standing = StandingWorkers(self._count)
+        else:
+            self._standing = JobWorkers(self._engine, self._count)
         # The processes end with this object, and with this process.
         self._end = weakref.finalize(self, self._standing.close)
 
-    def _standing_workers(self) -> StandingWorkers:
+    def job(self) -> JobWorkers | None:
+        """The job of the processes; None if they are of this machine."""
+        standing = self._standing_workers()
+        return standing if isinstance(standing, JobWorkers) else None
+
+    def _standing_workers(self) -> StandingWorkers | JobWorkers:
         """The processes: new ones if one has ended, or has an old module or a tracker's old run."""
         if self._closed:
             raise UsageError("these workers are closed: make others with tfmw.Workers(...).")
@@ -174,10 +204,11 @@ def for_one_call(workers: int) -> Workers:
     return made
 
 
-def _closed(workers: int) -> Workers:
+def _closed(workers: int | tuple[int, int], engine: Engine) -> Workers:
     """Workers whose calls raise an error, as they are in another process."""
     made = Workers.__new__(Workers)
-    made._count, made._closed, made._one_call = workers, True, threading.RLock()
+    made._count, made._engine = workers, engine
+    made._closed, made._one_call = True, threading.RLock()
     made._end = weakref.finalize(made, int)  # nothing to end
     return made
 

@@ -119,7 +119,7 @@ class _Agent:
             while (message := self._next()) is not None:
                 match message:
                     case messages.BackupFiles(body=body):
-                        self.sent_backup = unpack(body, self.backups)
+                        self.sent_backup = str(self.backups / unpack(body, self.backups))
                     case messages.Setup():
                         tasks = self._set_up(message)
                     case messages.Start() if tasks is not None:
@@ -151,9 +151,9 @@ class _Agent:
             script.parent.mkdir()
             script.write_bytes(setup.body)
             command[1] = str(script)
-        payload = self.payload() if command[0] == "call" else None
+        payload = self.payload() if command[0] == "call" and not setup.stays else None
         context = AttemptContext(
-            run=LocalRun(command, [setup.task], setup.options, payload=payload),
+            run=LocalRun(command, [setup.task], setup.options, payload=payload, stays=setup.stays),
             directory=self.folder / "run",
             status=RunStatus(self.folder / "run", command),  # the job shows it
             env=task_environment({**environ, **setup.env}, setup.live),
@@ -181,13 +181,15 @@ class _Agent:
                     self.links.to_leader(messages.Leaving())
                 else:
                     ended = ended or tasks.end()
-            if isinstance(found, messages.RestartRequest):
+            if isinstance(found, messages.Answer):
+                self._send_backup()
+            if isinstance(found, messages.Answer | messages.RestartRequest):
                 self.links.to_leader(found)
             with contextlib.suppress(queue.Empty):
                 message = self._next(0.0)
                 if message is None or isinstance(message, messages.End):
                     wanted, ended = False, ended or tasks.end()
-                elif isinstance(message, messages.Leave | messages.RestartReply):
+                elif isinstance(message, messages.Call | messages.Leave | messages.RestartReply):
                     tasks.do(message)
             if time.monotonic() - told >= _TELL_S:
                 told = time.monotonic()
@@ -205,10 +207,11 @@ class _Agent:
     def _send_backup(self) -> None:
         """Sends the newest complete backup, if the controller does not have it."""
         try:
-            newest = max(p.name for p in self.backups.glob("step_*"))
-            if newest != self.sent_backup:
-                self.links.to_leader(messages.BackupFiles(newest, packed(self.backups / newest)))
-                self.sent_backup = newest
+            # The calls of a task that stays have a folder each.
+            newest = max(self.backups.glob("**/step_*"), key=lambda path: path.stat().st_mtime_ns)
+            if str(newest) != self.sent_backup:
+                self.links.to_leader(messages.BackupFiles(newest.name, packed(newest)))
+                self.sent_backup = str(newest)
         except (ValueError, OSError):  # there is none yet, or a newer one has just replaced it
             return
 

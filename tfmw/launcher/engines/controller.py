@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import pickle
@@ -28,6 +29,7 @@ from tfmw.launcher.engines import job as jobs
 from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.engine import TIMING, JobSpec, Tasks
 from tfmw.launcher.engines.job_attempt import LIVE, JobAttempt
+from tfmw.launcher.engines.standing_calls import Calls
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.orchestrator import Orchestrator, RunOver
 from tfmw.launcher.output import Display
@@ -66,6 +68,7 @@ class Controller:
         self._written: dict[str, Any] = {}
         self._growing = False
         self._last: JobAttempt | None = None
+        self._calls = Calls(self.folder) if self.spec.setup.stays else None
 
     def run(self) -> str:
         """Runs the job; returns its last state, which `status.json` has then, or INTERRUPTED."""
@@ -122,6 +125,8 @@ class Controller:
         self._display = Display(self._output, LIVE if self.spec.setup.live else None)
         own = self.spec, self.tasks, self.folder, self._links, self._display
         self._last = JobAttempt(*own, number, count, self._policy)
+        if self._calls is not None:
+            self._last.answered = functools.partial(self._calls.answered, count)
         self._grow_at, self._asked = now + _GROW_EVERY_S, False
         self._last.start(self._port)
         return self._last
@@ -175,6 +180,8 @@ class Controller:
                 attempt.handle(*self._inbox.get_nowait())
         if attempt.phase == "running":
             self._say(state="running", **attempt.details(), **self._counted())
+            if self._calls is not None:
+                self._calls.look(attempt.call, attempt.ask_to_leave)
         if self._cancelled():
             return True
         if self.stop.received and not self._asked:
@@ -233,7 +240,8 @@ class Controller:
         return _ENDED[status], lines[-1] if status else ""
 
     def _cancelled(self) -> bool:
-        return (self.folder / CANCEL).exists()
+        gone = self._calls is not None and self._calls.caller_gone
+        return gone or (self.folder / CANCEL).exists()
 
     def _say(self, **known: Any) -> None:
         """Writes the job's status if it has changed."""

@@ -128,6 +128,9 @@ class FolderHandle:
     def read(self, name: str, offset: int = 0) -> bytes:
         return own_files.read(self.folder, name, offset)
 
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        own_files.write(self.folder / name, data)
+
     def cancel(self) -> None:
         (self.folder / CANCEL).touch()
         if self.state() == "queued":  # the controller does not exist yet

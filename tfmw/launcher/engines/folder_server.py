@@ -11,6 +11,7 @@ A request and its reply are frames with a MAC (`tfmw.launcher.remote.links`): JS
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import socket
@@ -18,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tfmw.cluster import wire
 from tfmw.errors import UsageError
@@ -142,8 +143,18 @@ class FolderClient:
         with tempfile.TemporaryFile() as file:
             call.write(payload, file)
             file.seek(0)
-            while piece := file.read(PIECE):
-                self.write(name, file.tell() - len(piece), piece)
+            self._pieces(name, file)
+
+    def replace(self, name: str, data: bytes | memoryview) -> None:
+        """Writes a file; one that fits into a message is replaced atomically. Raises OSError."""
+        if len(data) < PIECE:
+            self.write(name, None, data)
+        else:
+            self._pieces(name, io.BytesIO(data))
+
+    def _pieces(self, name: str, file: IO[bytes]) -> None:
+        while piece := file.read(PIECE):
+            self.write(name, file.tell() - len(piece), piece)
 
     def close(self) -> None:
         """Closes the connection; the next request opens another one."""

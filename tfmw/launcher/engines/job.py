@@ -38,6 +38,24 @@ _ASK_EVERY_S = 2.0  # interval of queries to the engine, such as Slurm's control
 _CANCEL_S = 30.0  # time for a controller to end its tasks
 
 
+class Output:
+    """Reads the output of a job piece by piece."""
+
+    def __init__(self, handle: JobHandle) -> None:
+        self._handle, self._offset = handle, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def copy(self, out: TextIO) -> str:
+        """Prints what is new, and returns it."""
+        shown = []
+        while data := self._handle.read(OUTPUT, self._offset):
+            self._offset += len(data)
+            shown.append(self._decoder.decode(data))
+            out.write(shown[-1])
+            out.flush()
+        return "".join(shown)
+
+
 class Job:
     """One job.
 
@@ -114,19 +132,25 @@ class Job:
         """
         if not follow:
             return self._handle.read(OUTPUT).decode("utf-8", "replace")
-        out = sys.stdout if out is None else out
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        offset, shown = 0, []
+        output, shown = self.output(), []
         while True:
             over = self.status() in ENDED
-            while data := self._handle.read(OUTPUT, offset):
-                offset += len(data)
-                shown.append(decoder.decode(data))
-                out.write(shown[-1])
-                out.flush()
+            shown.append(output.copy(sys.stdout if out is None else out))
             if over:
                 return "".join(shown)
             time.sleep(POLL_S)
+
+    def output(self) -> Output:
+        """A reader of the job's output from its beginning."""
+        return Output(self._handle)
+
+    def read(self, name: str) -> bytes:
+        """A file of the job; b"" if there is none."""
+        return self._handle.read(name)
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Writes a file of the job, for its controller."""
+        self._handle.write(name, data)
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Waits for the end of the job.

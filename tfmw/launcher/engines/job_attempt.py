@@ -63,6 +63,8 @@ class JobAttempt:
     number: int
     count: int  # number of tasks
     policy: RestartPolicy  # counts restarts of single tasks
+    # Called with the rank, the number and the outcome of each call of a task that stays.
+    answered: Callable[[int, int, bytes], None] = lambda *_: None
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -137,6 +139,8 @@ class JobAttempt:
                 allowed = goes_on and self.policy.allows_restart_alone()
                 reply = messages.RestartReply(attempt, task, allowed, self.policy.restarts)
                 self._send(rank, reply)
+            case messages.Answer(number=number, body=body):
+                self.answered(rank, number, body)
             case messages.Ended(report=report, body=body):
                 member.result = body
                 now, reports = self.clock(), self.ending.reports
@@ -224,6 +228,11 @@ class JobAttempt:
             limit = self.spec.setup.options.start_timeout_s
             attempt.lost(rank, f"has not connected within {limit:g} s of its start", now)
         return attempt.must_end(now) or not attempt.running
+
+    def call(self, number: int, body: bytes) -> None:
+        """Sends a call to all tasks, which stay."""
+        for rank in self.members:
+            self._send(rank, messages.Call(number, body))
 
     # ---- end -------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ def is_own(folder: Path) -> bool:
         return False
 
 
-def write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes | memoryview) -> None:
     """Replaces a file atomically, as others may be reading it; only this user can read it."""
     with replacing(path) as temporary, open(temporary, "wb", opener=private) as file:
         file.write(data)

@@ -175,6 +175,10 @@ class RayHandle:
                     break
         return bytes(found)
 
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        with contextlib.suppress(self.ray.exceptions.RayActorError, _Gone):
+            self._call("write", name, bytes(data))
+
     def state(self) -> str:
         try:
             self._look_at_head()  # the controller may reply for a while without Ray's head
@@ -277,6 +281,9 @@ class _ControllerActor:
 
     def read(self, name: str, offset: int) -> bytes:
         return own_files.read(self._folder, name, offset, _READ)
+
+    def write(self, name: str, data: bytes) -> None:
+        own_files.write(self._folder / name, data)
 
     def cancel(self) -> None:
         (self._folder / CANCEL).touch()

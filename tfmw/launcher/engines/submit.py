@@ -239,6 +239,7 @@ def start(
     *,
     command: tuple[str, ...] = ("call",),
     live: bool = False,
+    stays: bool = False,
     script: bytes = b"",
     ps: int = 0,
     evaluator: bool = False,
@@ -249,7 +250,7 @@ def start(
         engine: the engine that runs it.
         payload: the packed call; empty for a script.
         workers, max_restarts, env, ps, evaluator: arguments of `submit`.
-        command, live, script: fields of `Setup`.
+        command, live, stays, script: fields of `Setup`.
     """
     grace_s = engine.leave_s if max_restarts else None
     options = RunOptions(max_restarts=max_restarts, preempt_grace_s=grace_s)
@@ -276,6 +277,7 @@ def start(
         folder=os.getcwd(),
         live=live,
         columns=terminal_size().columns,
+        stays=stays,
         body=script,
     )
     spec = JobSpec(setup, (least, most), ps, evaluator)

@@ -162,7 +162,24 @@ class Setup:
     folder: str = ""  # the caller's working directory, in which tasks start if it exists
     live: bool = False  # whether the first task's output is for a terminal or a notebook
     columns: int = 120  # width of that output
+    stays: bool = False  # whether the task waits for `Call`s
     body: bytes = b""  # the script, for machines that do not have it
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Request to run a packed call in a task that stays."""
+
+    number: int  # number of the call in the job, from 1
+    body: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Report that a call of a task that stays is over; `body`: its pickled outcome."""
+
+    number: int
+    body: bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,9 +216,17 @@ class StepReached:
 FromMember = Join | Ready | Ended | RestartRequest | Leaving
 FromLeader = Start | RestartReply | End | Leave | Over | Refused
 FromAgent = (
-    AgentHello | Output | Line | StepReached | BackupFiles | RestartRequest | Leaving | Ended
+    AgentHello
+    | Output
+    | Line
+    | StepReached
+    | BackupFiles
+    | RestartRequest
+    | Answer
+    | Leaving
+    | Ended
 )
-FromController = Setup | BackupFiles | Start | RestartReply | End | Leave | Refused
+FromController = Setup | BackupFiles | Start | Call | RestartReply | End | Leave | Refused
 Message = HostHello | FromMember | FromLeader | FromAgent | FromController
 
 _BY_NAME: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}

@@ -46,6 +46,7 @@ class TasksOfOneMachine:
         """Restarts of single tasks that the run has used, as far as this machine knows."""
         self._requests: list[str] = []  # tasks for which the leader must be asked
         self._replies: dict[str, bool | None] = {}  # None: no reply yet
+        self._calling = 0  # number of the call that runs in a task that stays
 
     @property
     def idle(self) -> bool:
@@ -69,12 +70,21 @@ class TasksOfOneMachine:
         self._ready_by = time.monotonic() + timeout_s
 
     def do(
-        self, message: messages.Start | messages.RestartReply | messages.Leave | messages.End
+        self,
+        message: messages.Start
+        | messages.Call
+        | messages.RestartReply
+        | messages.Leave
+        | messages.End,
     ) -> None:
         """Executes a request of the leader at once."""
         match message:
             case messages.Start():
                 self._start(message)
+            case messages.Call(number=number, body=body):
+                if self._attempt is not None:
+                    self._calling = number
+                    self._attempt.tasks[0].call([body])
             case messages.RestartReply():
                 self.restarts = message.restarts
                 self._replies[message.task] = message.allowed
@@ -137,7 +147,7 @@ class TasksOfOneMachine:
 
     def look(
         self, wait_s: float
-    ) -> messages.Ready | messages.RestartRequest | messages.Ended | None:
+    ) -> messages.Ready | messages.RestartRequest | messages.Answer | messages.Ended | None:
         """Polls the tasks once; returns a message for the leader. Does not wait if it is `idle`.
 
         Args:
@@ -152,6 +162,10 @@ class TasksOfOneMachine:
                 self._preempts = False
             if attempt.poll(wait_s):
                 return self.end()
+            if self._calling and attempt.tasks[0].has_answered():
+                number, self._calling = self._calling, 0
+                attempt.stay()  # its output comes before the answer
+                return messages.Answer(number, attempt.tasks[0].result())
             if not self._requests:
                 return None
             return messages.RestartRequest(attempt.number, self._requests.pop(0))
