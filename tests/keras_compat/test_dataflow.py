@@ -49,6 +49,10 @@ def normalized(x: Any) -> Any:
     return x / ops.norm(x, axis=1, keepdims=True)
 
 
+def noisy_sum(x: Any) -> Any:
+    return tf.reduce_sum(x + tf.random.normal(tf.shape(x)))
+
+
 def accumulated(x: Any) -> Any:
     total = ops.mean(x)
     for _ in range(50):
@@ -210,6 +214,7 @@ MEANS: list[Any] = [
     lambda x: ops.mean(as_map(x)),
     lambda x: ops.mean(ops.softmax(ops.expand_dims(x, -1) * WEIGHTS, axis=1)),
     lambda x: ops.mean(ops.softmax(x / 4.0)),
+    lambda x: ops.mean(tf.reshape(tf.sparse.reduce_sum(tf.sparse.from_dense(x), 1), [-1, 1])),
     penalized,
     penalized_through_padding,
     with_noisy_labels,
@@ -233,6 +238,10 @@ SUMS: list[Any] = [
     lambda x: tf.nn.l2_loss(x),
     lambda x: ops.sum(tf.boolean_mask(x, x[:, 0] > 0)),
     lambda x: ops.segment_sum(x, ops.argmax(x, axis=1), num_segments=FEATURES),
+    lambda x: tf.stack([ops.sum(x), number_of(x)]),
+    lambda x: tf.sparse.reduce_sum(tf.sparse.from_dense(x)),
+    lambda x: tf.sparse.reduce_sum(tf.sparse.from_dense(x), axis=-2),
+    lambda x: noisy_sum(tf.boolean_mask(x, x[:, 0] > 0)),
 ]
 COMPARED: list[Any] = [
     lambda x: looped(x, 3),
@@ -261,6 +270,7 @@ COMPARED: list[Any] = [
     lambda x: ops.mean(x[1:] - x[:-1]),
     lambda x: ops.mean(ops.sort(x, axis=0)),
     lambda x: ops.mean(tf.tile(x, [tf.shape(x)[0], 1]) - tf.repeat(x, tf.shape(x)[0], axis=0)),
+    lambda x: tf.sparse.reduce_max(tf.sparse.from_dense(x), axis=0),
 ]
 NONLINEAR: list[Any] = [
     lambda x: ops.sqrt(ops.mean(x)),
@@ -297,6 +307,31 @@ def test_comparisons(function: Any) -> None:
 
 
 RAGGED = tf.RaggedTensorSpec([None, None], tf.float32)
+SPARSE = tf.SparseTensorSpec([None, FEATURES], tf.float32)
+
+dense = tf.sparse.to_dense
+
+
+@pytest.mark.parametrize(
+    ("function", "spec", "kind"),
+    [
+        (tf.reduce_mean, RAGGED, "nonlinear"),
+        (lambda x: tf.reduce_mean(x.values), RAGGED, "nonlinear"),
+        (lambda x: tf.reduce_sum(x.values), RAGGED, "reduced"),
+        (lambda x: noisy_sum(x.values), RAGGED, "reduced"),
+        (lambda x: tf.reduce_mean(x.values), SPARSE, "nonlinear"),
+        (tf.sparse.reduce_sum, SPARSE, "reduced"),
+        (lambda x: tf.sparse.reduce_sum(x, axis=0), SPARSE, "reduced"),
+        (lambda x: tf.reduce_mean(tf.sparse.reduce_sum(x, axis=1)), SPARSE, "reduced"),
+        (tf.sparse.reduce_max, SPARSE, "compared"),
+        (lambda x: tf.sparse.sparse_dense_matmul(x, dense(x), adjoint_a=True), SPARSE, "unknown"),
+        (lambda x: tf.sparse.sparse_dense_matmul(x, dense(x), adjoint_b=True), SPARSE, "unknown"),
+    ],
+)
+def test_values_of_which_examples_have_different_numbers(
+    function: Any, spec: Any, kind: str
+) -> None:
+    assert flow_of(function, spec=spec).kind == kind
 
 
 def longest(x: Any) -> Any:

@@ -939,7 +939,9 @@ class WithLogs(WithPsnr):
 
     def train_step(self, data: Any) -> Any:
         logs = super().train_step(data)
-        return {"perplexity": keras.ops.exp(logs["loss"]), **logs}
+        both = tf.stack([logs["loss"], 2 * logs["mae"]])
+        features = tf.reduce_mean(data[0], axis=0)  # of the last batch
+        return {"perplexity": keras.ops.exp(logs["loss"]), "both": both, "x": features, **logs}
 
 
 def logs_computed_from_logs(trainer: Any) -> Any:
@@ -949,10 +951,11 @@ def logs_computed_from_logs(trainer: Any) -> Any:
         model.compile("sgd", "mse", metrics=["mae"])
         options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "epochs": 2}
         history = trainer.fit(model, X, Y / 9, validation_data=(X[:5], Y[:5]), **options).history
+        history = {name: [as_lists(v) for v in values] for name, values in history.items()}
         evaluated = trainer.evaluate(model, X, Y / 9, return_dict=True)
         out[kind.__name__] = [list(history), history, list(evaluated), evaluated]
         batch = trainer.on_batch("train_on_batch", model, X[:5], Y[:5])
-        out[f"{kind.__name__} on batch"] = [float(value) for value in batch]
+        out[f"{kind.__name__} on batch"] = [as_lists(value) for value in batch]
     return out
 
 

@@ -1129,13 +1129,17 @@ class Lookups(keras.Model):
             tape.watch(x)
             y = self.inner(x)
         self.add_loss(0.1 * tf.reduce_mean(tape.batch_jacobian(y, x) ** 2))
-        own = tf.einsum("bibj->bij", tape.jacobian(y, x))  # of all pairs of examples
-        self.add_loss(0.1 * tf.reduce_mean(own**2))
+        of_pairs = tape.jacobian(y, x)  # zeros for those of different examples
+        own = tf.einsum("bibj->bij", of_pairs), tf.reduce_sum(of_pairs, axis=2)
+        self.add_loss(0.1 * tf.reduce_mean(own[0] * own[1]))
         table = self.words.embeddings.value
         found = tf.nn.embedding_lookup_sparse(table, ids, None, combiner="mean")
         words = tf.reduce_mean(words, axis=1) + tf.reduce_sum(words, axis=1)
         lengths = tf.cast(ragged, tf.float32)
         words += 0.1 * (tf.reduce_max(lengths, axis=1) - tf.reduce_min(lengths, axis=1))[:, None]
+        sums = tf.gather(tf.reduce_sum(lengths, axis=1), lengths.value_rowids())
+        shares = lengths.with_values(lengths.values / (1 + sums))
+        words += 0.1 * tf.reduce_sum(shares, axis=1)[:, None]
         return self.head(y + self.sparse(sparse) + found + words)
 
 
@@ -1163,6 +1167,19 @@ def test_sparse_and_ragged_batches_without_a_word(two_replicas: Any) -> None:
         got = losses(tfmw.fit, strategy=two_replicas)
     assert not [str(w.message) for w in caught if str(w.message).startswith("tfmw:")]
     assert is_equal(got, expected)
+
+
+class LossesOfExamples(Own):
+    def train_step(self, data: Any) -> Any:
+        return {"each": ops.mean(self.encoder(data[0]) ** 2, axis=1)}
+
+
+def test_log_of_single_examples_is_their_mean(two_replicas: Any) -> None:
+    (expected, *_), _ = trained(lambda: own(LossesOfExamples, encoder=encoder()), None)
+    (got, *_), said = trained(lambda: own(LossesOfExamples, encoder=encoder()), two_replicas)
+    assert np.allclose(got, expected.mean())
+    assert len(said) == 1
+    assert "the log each has a value for each example" in said[0]
 
 
 class Queue(Own):

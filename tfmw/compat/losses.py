@@ -151,6 +151,12 @@ class ReplicaWeight:
             return None
         return "sum" if flow.degree == 1 else "mean"
 
+    def has_examples(self, value: Any) -> bool:
+        """Whether a tensor has a value for each example of this replica."""
+        if is_symbolic(value):
+            return self.flows.of(value).kind == "rows"
+        return bool(value.shape.rank) and value.shape[0] == int(self.examples)
+
     def declared(self, estimate: Any, values: Any) -> Any:
         """Declares that the estimate follows from `values` like a mean."""
         flow = self.flows.of(values)
@@ -164,6 +170,8 @@ class ReplicaWeight:
     def weighted_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """The loss that Keras's own `train_step` differentiates."""
         self.loss_weighted = True
+        if self.has_examples(loss):  # a loss that is not reduced: its values add up
+            return self.declared(tf.identity(loss), loss)
         loss = self.estimate_of_scalar(loss)
         return self.declared(loss * tf.cast(self.fraction, loss.dtype), loss)
 

@@ -172,11 +172,7 @@ def _aggregate_additional_loss(
 ) -> Any:
     """Adds up the losses of `add_loss` as Keras does, and all values of a loss per example."""
     summed = BaseTrainer._aggregate_additional_loss(trainer, loss)
-    if is_symbolic(loss):
-        per_example = weight.flows.of(loss).kind == "rows"
-    else:
-        per_example = bool(loss.shape.rank) and loss.shape[0] == int(weight.examples)
-    if per_example:
+    if weight.has_examples(loss):
         return weight.estimate_of_sum(summed)
     return weight.estimate_of_scalar(summed)
 
@@ -221,8 +217,9 @@ def _sparse_lookup(weight: ReplicaWeight, lookup: Any, *arguments: Any, **named:
 def _segment_ids(weight: ReplicaWeight, function: Any, splits: Any, *a: Any, **k: Any) -> Any:
     """Row of each value of a ragged tensor."""
     out = function(splits, *a, **k)
-    if tag_of(weight.flows.of(splits).label(0)) == "splits":
-        weight.flows.declare(out, Flow("rows", ((0, EXAMPLES),), sized=SEGMENTS))
+    if tag_of(label := weight.flows.of(splits).label(0)) == "splits":
+        of_values = ((0, ("selected", label[2])),)
+        weight.flows.declare(out, Flow("rows", of_values, sized=SEGMENTS))
     return out
 
 
@@ -250,7 +247,7 @@ def _jacobian(
             weight.flows.declare(each, flow)
         elif _is_by_row(of_source) and is_symbolic(each):
             pairs = [flow.axes[0], (target.shape.rank, of_source.label(0))]
-            weight.flows.declare(each, Flow("rows", origin=each.op).along(pairs))
+            weight.flows.declare(each, Flow("rows", origin=each.op, diagonal=True).along(pairs))
     return out
 
 

@@ -141,6 +141,20 @@ def reduction_sum() -> Case:
     return Case(compiled(mlp(), adam(), loss=loss), classes(), predict=None)
 
 
+def not_reduced(**options: Any) -> Case:
+    """Keras differentiates the sum of the values, and reports their mean."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+    return Case(compiled(mlp(), adam(), loss=loss, **options), classes(), predict=None)
+
+
+row("loss without a reduction", only=("devices",))(not_reduced)
+
+
+@row("loss without a reduction, run_eagerly", nightly=True, only=("devices",))
+def not_reduced_eagerly() -> Case:
+    return not_reduced(run_eagerly=True)
+
+
 @row("loss with reduction mean_with_sample_weight", nightly=True)
 def reduction_weighted() -> Case:
     loss = keras.losses.SparseCategoricalCrossentropy(

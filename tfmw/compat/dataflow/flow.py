@@ -35,6 +35,7 @@ class Flow(NamedTuple):
         constant: the value of a small constant.
         origin: the operation that made it "compared", "nonlinear" or "unknown", or that made pairs;
             of a "fixed" number: the padding to the longest row of a batch, whose length it is.
+        diagonal: whether pairs of different examples are zeros.
     """
 
     kind: str = "fixed"
@@ -45,6 +46,7 @@ class Flow(NamedTuple):
     sized: Any = None
     constant: Any = None
     origin: Any = None
+    diagonal: bool = False
 
     @property
     def has_pairs(self) -> bool:
@@ -242,7 +244,10 @@ def total_flow(op: Any, flow: Flow, axes: set[int], how: str, keep: bool = False
         if not linear:
             return Flow("size", tuple(left), None)
         degree = flow.degree if how == "Mean" or flow.degree is None else flow.degree + len(over)
-        return Flow("size", tuple(left), degree)
+        kind = "reduced" if any(map(is_uneven, over.values())) else "size"
+        return Flow(kind, tuple(left), degree)
+    if flow.diagonal and how == "Sum" and len(over) == len(left) == 1:
+        return flow.along(left)._replace(diagonal=False, origin=None)
     if flow.has_pairs or left or not linear:
         return bad_flow("compared", op, [flow])
     if how == "Mean" and any(map(is_uneven, over.values())):
@@ -275,8 +280,10 @@ def joined_label(parts: Sequence[Any]) -> Any:
 
 def joined_apart(op: Any, inputs: list[Flow]) -> Flow:
     """Flow of stacked values, which later operations may treat separately."""
-    out = joined_flow(op, inputs)
     kinds = {flow.kind for flow in inputs}
+    if "reduced" in kinds:  # beside a sum, the number of examples is a sum of ones
+        inputs = [f if f.axes or f.kind != "size" else f._replace(kind="reduced") for f in inputs]
+    out = joined_flow(op, inputs)
     if out.kind == "nonlinear" and "nonlinear" not in kinds:
         return bad_flow("unknown", op)
     return out

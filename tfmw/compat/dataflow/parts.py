@@ -45,7 +45,7 @@ def _concat(op: Any, inputs: list[Flow]) -> Flow:
     if all(label is None for label in labels):
         known = [_elements(flow, tensor) for flow, tensor in zip(inputs, parts, strict=True)]
         elements = [each for each in known if each is not None]
-        if rank == 1 and len(elements) == len(parts) and highest_kind(inputs) in ("fixed", "size"):
+        if rank == 1 and len(elements) == len(parts) and _are_sizes(inputs):
             return vector_flow(itertools.chain.from_iterable(elements))
         return joined_apart(op, inputs)
     rest = [flow.along(a for a in flow.axes if a[0] != axis) for flow in inputs]
@@ -72,9 +72,14 @@ def _elements(flow: Flow, tensor: Any) -> list[Flow] | None:
     return None
 
 
+def _are_sizes(flows: list[Flow]) -> bool:
+    """Whether all values are fixed, or numbers of examples or of their values."""
+    return all(f.kind in ("fixed", "size") or f.sized or f.elements for f in flows)
+
+
 def _pack(op: Any, inputs: list[Flow]) -> Flow:
     rank = known_rank(op.outputs[0])
-    if rank == 1 and highest_kind(inputs) in ("fixed", "size") and not any(f.axes for f in inputs):
+    if rank == 1 and _are_sizes(inputs) and not any(f.axes for f in inputs):
         return vector_flow(flow._replace(elements=None) for flow in inputs)
     axis = op.get_attr("axis") % rank
     shifted = [f.along((a + (a >= axis), label) for a, label in f.axes) for f in inputs]

@@ -169,13 +169,17 @@ def padding_of(tensor: Any, flow: Flow, axes: Iterable[int]) -> Any:
 def _sparse(op: Any, inputs: list[Flow]) -> Any:
     """Flow of a sparse tensor made of the nonzero elements of each example: a row for each."""
     at = 1 if op.type == "SparseToDense" else 2
-    first = (inputs[at].elements or (FIXED,))[0]
-    axes = constant_input(op, inputs, 3) if op.type.startswith("SparseReduce") else None
-    by_examples = tag_of(inputs[0].label(0)) == "selected" and first == SIZE
+    sizes = inputs[at].elements or (FIXED,)
+    by_examples = tag_of(inputs[0].label(0)) == "selected" and sizes[0] == SIZE
     if not by_examples or has_total(inputs) or inputs[3].axes:
         return by_rows(op, inputs)
-    if op.type.startswith("SparseReduce") and (axes is None or np.any(np.equal(axes, 0))):
-        return by_rows(op, inputs)
+    if op.type.startswith("SparseReduce"):
+        over = {int(axis) % len(sizes) for axis in np.ravel(known_input(op, inputs, 3))}
+        left = len(sizes) - (0 if op.get_attr("keep_dims") else len(over))
+        op.outputs[0].set_shape([None] * left)  # TensorFlow does not know its rank
+        if 0 in over:
+            summed = op.type == "SparseReduceSum" and inputs[1].degree == 0
+            return Flow("reduced", degree=1) if summed else bad_flow("compared", op, inputs)
     return Flow("rows", ((0, EXAMPLES),))
 
 
@@ -196,7 +200,7 @@ def _shape_of(flow: Flow, tensor: Any) -> Flow:
     for axis, size in enumerate(tensor.shape):
         label = flow.label(axis)
         if label is not None and is_uneven(label):
-            elements.append(Flow("reduced", degree=1))  # the number of selected values
+            elements.append(Flow("reduced", degree=1, sized=label))  # the number of selected values
         elif label is not None:
             elements.append(size_of(label))
         elif flow.kind in BAD and size is None:
@@ -226,7 +230,7 @@ def _of_shape(op: Any, vector: int, inputs: list[Flow], kind: str) -> Flow:
         for axis, element in enumerate(flow.elements):
             if element.kind in ("size", "reduced"):
                 plain = element.kind == "size" and element.degree in (1, None)
-                label = (element.sized or EXAMPLES) if plain else ("of size", op.name)
+                label = element.sized or (EXAMPLES if plain else ("of size", op.name))
                 labels.append((axis, label))
     elif shape.rank:
         labels = [(axis, EXAMPLES) for axis, size in enumerate(shape) if size is None]

@@ -48,17 +48,20 @@ class Dataflow:
         self._graph: Any = None
         # conditions that a total is finite, which are assumed to be true
         self.guards: list[Any] = []
-        for tensor in tf.nest.flatten(batch, expand_composites=True):
-            if is_symbolic(tensor):
-                self._graph = tensor.graph
-                axes = ((0, EXAMPLES),) if tensor.shape.rank != 0 else ()
-                self.declare(tensor, Flow("rows", axes))
         for value in tf.nest.flatten(batch):
+            # examples have different numbers of sparse and of ragged values
+            uneven = isinstance(value, tf.SparseTensor | tf.RaggedTensor)
+            for tensor in tf.nest.flatten(value, expand_composites=True):
+                if is_symbolic(tensor):
+                    self._graph = tensor.graph
+                    label = ("selected", id(value)) if uneven else EXAMPLES
+                    axes = ((0, label),) if tensor.shape.rank != 0 else ()
+                    self.declare(tensor, Flow("rows", axes))
             if isinstance(value, tf.SparseTensor) and (rank := value.indices.shape[1]):
                 value.dense_shape.set_shape([rank])  # datasets lose it
                 self.declare(value.dense_shape, vector_flow([SIZE, *[FIXED] * (rank - 1)]))
             for splits in value.nested_row_splits if isinstance(value, tf.RaggedTensor) else ():
-                self.declare(splits, Flow("rows", ((0, ("splits", EXAMPLES)),)))
+                self.declare(splits, Flow("rows", ((0, ("splits", EXAMPLES, id(value))),)))
 
     def of(self, value: Any) -> Flow:
         """The flow of a tensor; unknown for an eager tensor."""

@@ -328,8 +328,7 @@ class StepLogs:
                     f"the model's step returned a dict as log {name!r} that is not a metric's "
                     "result: expected one number, a tensor or a metric's result()."
                 )
-            # The value of the global batch, if it is a mean over examples.
-            value = tf.reduce_mean(tf.cast(value, tf.float32))
+            value = tf.cast(value, tf.float32)
             if weight is not None and is_symbolic(value):
                 of_graph = [n for n in noted if is_symbolic(n[0]) and n[0].graph is value.graph]
                 used = [n for n in of_graph if depends_on(value, n[0])]
@@ -343,14 +342,32 @@ class StepLogs:
                         "values of the step: it is the mean of what replicas find for their part "
                         "of the examples. Compute it in a metric's result()."
                     )
-            if weight is not None:
-                weight.note(f"the log {name}", value)
-                value = weight.estimate_of_scalar(value)
-                value = tf.math.multiply_no_nan(value, tf.cast(weight.fraction, tf.float32))
-            copies = self.raw.setdefault(name, [])
-            while len(copies) <= local:
-                copies.append(models.lifted_variable(0.0))
-            copies[local].assign(value)
+            self._keep_value(name, value, local, weight)
+
+    def _keep_value(
+        self, name: str, value: tf.Tensor, local: int, weight: losses.ReplicaWeight | None
+    ) -> None:
+        """Records a log that is no metric's result."""
+        shape = tf.TensorShape(None)
+        if weight is not None:
+            weight.note(f"the log {name}", value)
+            whole = is_symbolic(value) and value.shape.is_fully_defined()
+            if value.shape.rank != 0 and (not whole or weight.has_examples(value)):
+                weight.differences.messages.append(
+                    f"the log {name} has a value for each example, as far as tfmw can tell: it is "
+                    "their mean. Return the mean, or a value for the whole batch."
+                )
+                value = tf.reduce_mean(value)
+            # The value of the global batch, if it is a mean over examples.
+            value = weight.estimate_of_scalar(value)
+            value = tf.math.multiply_no_nan(value, tf.cast(weight.fraction, tf.float32))
+            shape = value.shape
+        copies = self.raw.setdefault(name, [])
+        while len(copies) <= local:
+            copies.append(
+                models.lifted_variable(np.zeros(shape.as_list() if shape.rank else []), shape=shape)
+            )
+        copies[local].assign(value)
 
     def results(self, model: keras.Model) -> dict[str, Any]:
         """Name -> result of a metric, for every log that is a metric's.
