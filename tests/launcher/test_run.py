@@ -193,6 +193,11 @@ class TestLines:
         assert lines_about([cause, same], workers=2) == [
             "tfmw: both workers failed after 2.0 s: ValueError: bad (exit status 1)"
         ]
+        cause = dataclasses.replace(cause, detail=("Traceback ...",))
+        assert len(lines_about([cause, same])) == 3
+        assert len(lines_about([cause, same], shown=True)) == 1
+        assert "    Traceback ..." in lines_about([cause, later], shown=True), "below another error"
+        cause = dataclasses.replace(cause, detail=())
         *others, last = lines_about([cause, same, later], workers=3)
         assert last.startswith("tfmw: worker 0, worker 2 failed first, in attempt 0 after 2.0 s: ")
         assert others == ["tfmw: worker 1 failed too in attempt 1: ValueError: bad (exit status 1)"]
@@ -608,6 +613,44 @@ class TestOutput:
         display.feed("a", b"", final=True)
         display.feed("b", b"", final=True)
         assert out.getvalue() == "[a] 1\n[b] x\n[a] 22\n[a] 3\n[b] é\n"
+
+    def test_one_error_of_several_tasks_is_printed_once(self):
+        out = io.StringIO()
+        display = Display(out)
+        error = ["Traceback (most recent call last):", '  File "a.py", line 1', "KeyError: 3"]
+        text = "".join(f"{line}\n" for line in error).encode()
+        display.feed("b", b"begin\n" + text[:50])
+        display.feed("b", text[50:] + b"end\n")
+        for task, data in (
+            ("c", text),
+            ("d", text[:40]),
+            ("e", text + b"x\n"),
+            ("f", b"KeyError: 3\n"),
+        ):
+            display.feed(task, data)
+            display.feed(task, b"", final=True)
+        lines = out.getvalue().splitlines()
+        assert lines[:5] == [f"[b] {line}" for line in ("begin", *error, "end")]
+        assert lines[5] == "[c] the same error as b"
+        assert lines[6:8] == [f"[d] {error[0]}", "[d]   Fil"]
+        assert lines[8:12] == [f"[e] {line}" for line in (*error, "x")]
+        assert lines[12:] == ["[f] KeyError: 3"]
+        assert display.has_shown(error)
+        assert not display.has_shown([error[0], "KeyError: 4"])
+
+    @pytest.mark.parametrize("first", ["a", "b"])
+    def test_one_error_is_printed_once_beside_a_progress_bar(self, first):
+        out = io.StringIO()
+        display = Display(out, live="a")
+        error = 'Traceback (most recent call last):\n  File "a.py", line 1\nKeyError: 3\n'
+        display.feed("a", b" 1/9\r")
+        for task in (first, "b" if first == "a" else "a"):
+            display.feed(task, error[:60].encode())
+            display.feed(task, error[60:].encode())
+            display.feed(task, b"", final=True)
+        assert out.getvalue().count("KeyError: 3") == out.getvalue().count("Traceback") == 1
+        assert out.getvalue().count(f"the same error as {first}") == 1
+        assert out.getvalue().startswith(" 1/9\r")
 
     def test_endless_line_is_printed_in_parts(self):
         out = io.StringIO()

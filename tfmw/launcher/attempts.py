@@ -111,6 +111,7 @@ def run_result(
         goodput=goodput.line(
             {t: d.until(goodput.now(), goodput.OTHER) for t, d in divisions(attempt.tasks).items()}
         ),
+        shown=bool(failures) and context.display.has_shown(failures[0].detail),
     )
     outcomes = {task: call.loaded(data) for task, data in attempt.results().items()}
     return result, outcomes

@@ -32,6 +32,7 @@ import re
 import selectors
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _MAX_PENDING = 1 << 16  # most characters of one unfinished line that are kept
+_TRACEBACK = "Traceback (most recent call last):"
 
 # "I0000 00:00:1795264727.917557   12869 " before, "2026-01-31 12:00:00.123456: I path/to/" after
 # absl's log is initialized.
@@ -123,28 +125,65 @@ class Display:
         self._shown = ""  # the live task's unfinished line on the terminal
         self._pending: dict[str, str] = {}
         self._decoders: dict[str, codecs.IncrementalDecoder] = {}
+        self._failed = ""  # the first task with a traceback
+        self._error = ""  # its output from there on
+        self._held: dict[str, list[str]] = {}  # lines of the others that are the same so far
 
     def feed(self, task: str, data: bytes, final: bool = False) -> None:
         """Prints the next bytes of a task's output; `final` also prints an unfinished line."""
         if task not in self._decoders:
             self._decoders[task] = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text = self._decoders[task].decode(data, final)
-        if task == self._live:
-            self._pass_through(without_notices(text), final)
-            return
+        if task == self._live and not (self._held.get(task) or self._pending.get(task)):
+            text = without_notices(text)
+            if self._failed in ("", task):
+                self._record(task, text)
+                before, error = text, ""
+            else:  # the error may be that of another task
+                before, head, rest = text.partition(_TRACEBACK)
+                error = head + rest
+            self._pass_through(before, final and not error)
+            text = error
         whole, newline, rest = (self._pending.get(task, "") + text).rpartition("\n")
-        lines = without_notices(whole + newline).split("\n")[:-1]
+        lines = [collapse(line) for line in without_notices(whole + newline).split("\n")[:-1]]
         if len(rest) > _MAX_PENDING:
             rest = collapse(rest)
         if rest and (final or len(rest) > _MAX_PENDING):
-            lines, rest = [*lines, rest], ""
+            lines, rest = [*lines, collapse(rest)], ""
         self._pending[task] = rest
-        if lines:
-            self._print("".join(f"[{task}] {collapse(line)}\n" for line in lines))
+        if lines := self._without_repeats(task, lines, final):
+            self._print("".join(f"[{task}] {line}\n" for line in lines))
 
     def line(self, text: str) -> None:
         """Prints a line of the launcher."""
         self._print(f"{text}\n")
+
+    def has_shown(self, error: Sequence[str]) -> bool:
+        """Whether these lines are in the output of the first task that printed a traceback."""
+        return "\n".join(error) in self._error
+
+    def _record(self, task: str, text: str) -> None:
+        if not self._failed and _TRACEBACK in text:
+            self._failed, text = task, text[text.index(_TRACEBACK) :]
+        if task == self._failed and len(self._error) < _MAX_PENDING:
+            self._error += text.replace("\r\n", "\n")
+
+    def _without_repeats(self, task: str, lines: list[str], final: bool) -> list[str]:
+        """The lines to print: one line for a task that ends with the error of the first one."""
+        self._record(task, "".join(f"{line}\n" for line in lines))
+        if task == self._failed:
+            return lines
+        shown, held = [], self._held.setdefault(task, [])
+        for line in lines:
+            held.append(line)
+            if not self._error.startswith("".join(f"{line}\n" for line in held)):
+                shown += held
+                held.clear()
+        if final and held:
+            same = not held[-1].startswith((" ", _TRACEBACK))  # as far as the error itself
+            shown += [f"the same error as {self._failed}"] if same else held
+            held.clear()
+        return shown
 
     def _pass_through(self, text: str, final: bool) -> None:
         _, newline, rest = text.rpartition("\n")

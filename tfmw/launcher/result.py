@@ -29,6 +29,7 @@ class Result:
         restarts: restarts, of all tasks or of one, that count against `max_restarts`.
         hint: one more line for the user; "" for none.
         goodput: a line about the run's time, over all attempts; None if no step was made.
+        shown: whether the output of the tasks has the traceback of the root cause.
     """
 
     status: int
@@ -39,6 +40,7 @@ class Result:
     restarts: int = 0
     hint: str = ""
     goodput: str | None = None
+    shown: bool = False
 
     def summary(self) -> list[str]:
         """Lines for the user; the last one has the first failed task and its own error."""
@@ -50,16 +52,20 @@ class Result:
             lines.append(f"{describe_status(128 - self.status)}: all tasks were ended{logs}")
         workers = sum(task.startswith("worker ") for task in self.tasks)
         # There are failures only if it was neither.
-        return [f"tfmw: {line}" for line in lines] + lines_about(self.failures, self.hint, workers)
+        about = lines_about(self.failures, self.hint, workers, self.shown)
+        return [*(f"tfmw: {line}" for line in lines), *about]
 
 
-def lines_about(failures: Sequence[Failure], hint: str = "", workers: int = 0) -> list[str]:
+def lines_about(
+    failures: Sequence[Failure], hint: str = "", workers: int = 0, shown: bool = False
+) -> list[str]:
     """Lines about failures, the root cause first, for the user; see `Result.summary`.
 
     Args:
         failures: failures of tasks; those with the error of the first one count as one.
         hint: one more line; "" for none.
         workers: number of workers of the run; 0: unknown.
+        shown: whether the user has seen the traceback; it is repeated below other errors only.
     """
     if not failures:
         return []
@@ -72,7 +78,7 @@ def lines_about(failures: Sequence[Failure], hint: str = "", workers: int = 0) -
         + (f"with the error of {cause.task}" if _is_echo(failure, cause) else failure.description)
         for failure in further
     ]
-    if cause.detail:
+    if cause.detail and (further or not shown):
         origin = "error" if cause.error else "output"
         lines += [f"tfmw: {origin} of {cause.task}:", *(f"    {line}" for line in cause.detail)]
     lines += [f"tfmw: {hint}"] if hint else []
