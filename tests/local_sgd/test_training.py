@@ -222,11 +222,6 @@ def test_wrong_settings_are_refused_when_they_are_made(settings, said):
         ({"gradient_compression": "bf16"}, 'compression="int8" of sync'),
         ({"shard_optimizer": True}, "shard_optimizer=True"),
         ({"sync": 50}, r"sync=50: expected tfmw\.LocalSGD\(every=50\)"),
-        (
-            {"sync_every": 9, "sync_overlap": 2},
-            r"one value now, sync=tfmw\.LocalSGD\(every=9, overlap=2\)\.",
-        ),
-        ({"outer_optimizer": "sgd"}, r"sync=tfmw\.DiLoCo\(every=50, outer_optimizer=\.\.\.\)"),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_process_starts(options, said):

@@ -25,7 +25,7 @@ from tfmw.train import on_workers, strategies
 from tfmw.train.arguments import FitArguments
 from tfmw.train.callbacks.roles import TemporaryBackup, without_backup
 from tfmw.train.fit_context import errors_reported, model_of
-from tfmw.train.local_sgd.sync_settings import LocalSGD, refuse_retired, settings_of
+from tfmw.train.local_sgd.sync_settings import LocalSGD, settings_of
 from tfmw.train.mirrored.one_pass import OnePass
 from tfmw.train.mirrored.prediction_parts import PredictionParts
 from tfmw.train.own_methods import call_own, is_chief
@@ -65,7 +65,7 @@ def fit(
     shard_optimizer: Any = "auto",
     split_batch: bool = True,
     sync: LocalSGD | None = None,
-    **retired: Any,
+    **unknown: Any,
 ) -> keras.callbacks.History:
     """Trains `model` on all replicas of the cluster, with the results of one process.
 
@@ -123,7 +123,7 @@ def fit(
         Preempted: a task received SIGTERM or SIGUSR1 and there is a `backup_dir`: the state is
             saved, and the process should end with the status of this exception (75).
     """
-    refuse_retired(retired)
+    _refuse_unknown(unknown)
     arguments = FitArguments(
         model=model, x=x, y=y, batch_size=batch_size, epochs=epochs, verbose=verbose,
         callbacks=callbacks, validation_split=validation_split, validation_data=validation_data,
@@ -158,6 +158,16 @@ def fit(
         )
         calls.end()
     return history
+
+
+def _refuse_unknown(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in ("ps", "evaluator"):
+            raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
+        raise UsageError(
+            f"fit starts workers only, received {name}={value!r}: submit a function that calls "
+            f"fit, as in tfmw.submit(train, workers=2, {name}={value!r}, on='ray')."
+        )
 
 
 def _refuse_engine_alone(on: Any) -> None:

@@ -210,45 +210,6 @@ def settings_of(arguments: FitArguments) -> LocalSGD | None:
     return settings
 
 
-_RETIRED = {
-    "sync_every": "every",
-    "outer_optimizer": "outer_optimizer",
-    "sync_fragments": "fragments",
-    "sync_overlap": "overlap",
-    "sync_compression": "compression",
-    "sync_between": "between",
-    "sync_elastic": "elastic",
-}
-
-
-def refuse_retired(unknown: dict[str, Any]) -> None:
-    """Raises for unknown arguments of `fit`, with the line that replaces retired ones.
-
-    Raises:
-        UsageError: arguments that `sync=` has replaced, or tasks that `fit` does not start.
-        TypeError: any other argument.
-    """
-    other = next((name for name in unknown if name not in _RETIRED), None)
-    if other in ("ps", "evaluator"):
-        raise UsageError(
-            f"fit starts workers only, received {other}={unknown[other]!r}: submit a function that "
-            f"calls fit, as in tfmw.submit(train, workers=2, {other}={unknown[other]!r}, on='ray')."
-        )
-    if other is not None:
-        raise TypeError(f"fit() got an unexpected keyword argument {other!r}")
-    if unknown:
-        kind = "DiLoCo" if "outer_optimizer" in unknown else "LocalSGD"
-        given = {"every": 50} | {_RETIRED[name]: value for name, value in unknown.items()}
-        values = ", ".join(
-            f"{name}={'...' if name == 'outer_optimizer' else repr(value)}"
-            for name, value in given.items()
-        )
-        raise UsageError(
-            f"{', '.join(unknown)}: these arguments of fit are one value now, "
-            f"sync=tfmw.{kind}({values})."
-        )
-
-
 def _config_of(optimizer: Any) -> dict[str, Any]:
     """The configuration of an optimizer, its name or its configuration."""
     # Keras changes the configuration
