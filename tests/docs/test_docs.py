@@ -177,7 +177,7 @@ def contributing_names():
 
 def test_a_newcomer_finds_the_named_files_and_functions():
     found = list(contributing_names())
-    assert len(found) == 8 + 3 + 1, found
+    assert len(found) == 6 + 3 + 1, found
     for file, name in found:
         owner = pkgutil.resolve_name(file.removesuffix(".py").replace("/", "."))
         for part in name.split("."):
