@@ -85,19 +85,9 @@ def tfmw_bf16(name: str, epochs: int) -> list[float]:
     return tfmw(name, epochs, gradient_compression="bf16")
 
 
-def tfmw_fp16(name: str, epochs: int) -> list[float]:
-    """Trains by tfmw.fit with float16 as the wire dtype of gradients."""
-    return tfmw(name, epochs, gradient_compression="fp16")
-
-
 def tfmw_xla(name: str, epochs: int) -> list[float]:
     """Trains by tfmw.fit with a model compiled by XLA."""
     return tfmw(name, epochs, xla=True)
-
-
-def tfmw_xla_fp16(name: str, epochs: int) -> list[float]:
-    """Trains by tfmw.fit with a model compiled by XLA and float16 as the wire dtype."""
-    return tfmw(name, epochs, xla=True, gradient_compression="fp16")
 
 
 def stock_fit(name: str, epochs: int) -> list[float]:
@@ -155,19 +145,16 @@ def hand_loop(name: str, epochs: int) -> list[float]:
     return clock.seconds_per_step()
 
 
-def ddp(name: str, epochs: int, hook: str = "") -> list[float]:
+def ddp(name: str, epochs: int) -> list[float]:
     """Trains by PyTorch's DistributedDataParallel with gloo."""
     import torch
     from torch import distributed
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     work = WORKS[name]
     model = DistributedDataParallel(torch_network(name))
-    if hook:
-        model.register_comm_hook(None, getattr(default_hooks, hook))
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
     optimizer = kinds[work.optimizer](model.parameters(), lr=0.001)
     loss_of = torch.nn.CrossEntropyLoss()
@@ -189,16 +176,10 @@ def ddp(name: str, epochs: int, hook: str = "") -> list[float]:
     return clock.seconds_per_step()
 
 
-def ddp_16_bit(name: str, epochs: int) -> list[float]:
-    """Trains by PyTorch's DDP with its own hook that sends gradients as float16."""
-    return ddp(name, epochs, "fp16_compress_hook")
-
-
 CONTENDERS: dict[str, Callable[[str, int], list[float]]] = {
     f.__name__: f
     for f in (
-        tfmw, alone, tfmw_bf16, tfmw_fp16, tfmw_xla, tfmw_xla_fp16,
-        stock_fit, all_cores, legacy_fit, hand_loop, ddp, ddp_16_bit,
+        tfmw, alone, tfmw_bf16, tfmw_xla, stock_fit, all_cores, legacy_fit, hand_loop, ddp,
     )
 }  # fmt: skip
 

@@ -3,16 +3,18 @@
     python -m bench.figures     # writes the tables of results.json into the pages
 
 A table of the file has rows of cells, the first one its heading, and the commit that was measured.
-In a page it is between `<!-- figures: NAME -->` and `<!-- end of figures -->`. `python -m bench
---all` measures the tables of a step and of memory anew; other tables are edited in the file, after
-the command beside them in the page.
+In a page it is between `<!-- figures: NAME -->` and `<!-- end of figures -->`. `python -m bench`
+measures the tables that fit into an hour anew; others are edited in the file, after the command
+beside them in the page.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
+import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,27 +22,36 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results.json"
-PAGE = ROOT / "docs" / "explain" / "benchmarks.md"
-_BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n\n).*?(\n<!-- end of figures -->)", re.DOTALL)
+PAGES = [ROOT / name for name in ("docs/explain/benchmarks.md", "README.md", "bench/README.md")]
+_BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A ratio, or seconds if the name of the row says so; less is better."""
+    """Ratios of several rounds, or seconds if the name of the row says so; less is better."""
 
     row: str
-    value: float
+    values: Sequence[float]
     goal: float | None = None
 
     @property
     def cells(self) -> list[str]:
         """Cells of this figure's row in a table."""
-        return [self.row, f"{self.value:.2f}", "" if self.goal is None else f"{self.goal:g}"]
+        goal = "" if self.goal is None else f"{self.goal:g}"
+        return [self.row, f"{statistics.median(self.values):.2f}", span(self.values), goal]
 
 
-def markdown(title: str, figures: Sequence[Figure]) -> str:
-    """A table of rows, figures and goals."""
-    return table([[title, "measured", "goal"], *(figure.cells for figure in figures)])
+HEADING = ["row", "median", "range", "goal"]
+
+
+def span(values: Sequence[float]) -> str:
+    """The least and the most of the values, as a cell; empty if there are none."""
+    return " to ".join(dict.fromkeys(f"{f(values):.2f}" for f in (min, max) if values))
+
+
+def markdown(figures: Sequence[Figure]) -> str:
+    """A table of all figures."""
+    return table([HEADING, *(figure.cells for figure in figures)])
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -84,11 +95,18 @@ def written(page: str, tables: Mapping[str, Any]) -> str:
 
     def block(match: re.Match[str]) -> str:
         found = tables[match[2]]
-        end = f"\n\nAs of commit {found['commit']}.\n"
-        return match[1] + table(found["rows"]) + end + match[3]
+        end = f"As of commit {found['commit']}."
+        return f"{match[1]}\n{table(found['rows'])}\n\n{end}\n\n{match[3]}"
 
     return _BLOCK.sub(block, page)
 
 
+def main() -> None:
+    """Writes the tables into the pages."""
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    for page in PAGES:
+        page.write_text(written(page.read_text(), results()))
+
+
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(), results()))
+    main()

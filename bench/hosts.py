@@ -1,6 +1,6 @@
 """Recovery when hosts fail, beside torchrun's elastic agent, in the same harness.
 
-    python bench/recovery.py --hosts [--repeat 3] [--torch-python ...] [--goodput MINUTES]
+    python -m bench.recovery --hosts [--repeat 3] [--torch-python ...] [--goodput MINUTES]
 
 Three hosts are network namespaces on this machine (as root). Each runs one worker of the toy model
 of `bench/recovery.py`, with a backup every 20 steps, and two hosts are enough to continue. Two
@@ -32,11 +32,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.helpers.hosts import Namespaces
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.helpers.hosts import Namespaces  # noqa: E402  (found by the line before)
-
 HOSTS, MIN_HOSTS = 3, 2
 WARM_STEPS = 40
 TIMEOUT_S = 300.0

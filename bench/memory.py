@@ -1,6 +1,6 @@
 """Peak memory of a worker in multiples of its weights, by Keras's fit, tfmw and PyTorch DDP.
 
-    python -m bench.memory [--mb 50 210] [--workers 2 4] [--only tfmw ddp]
+    python -m bench.memory [--mb 210] [--only tfmw ddp]
 
 A figure is the peak resident memory of the worker with the most, less that after the imports. It is
 divided by the bytes of the weights (an MLP, Adam, small batches). Needs the extra `bench`
@@ -16,7 +16,7 @@ import os
 import resource
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from bench.figures import Figure, markdown
 from bench.steps import start
 
 LAYERS, INPUTS, CLASSES, BATCH, STEPS = 3, 64, 10, 8, 6
-MB, WORKERS = (50.0, 210.0), (2, 4)  # MB of weights; number of processes
-# (MB, workers, with backups) -> the multiple that is the goal of tfmw.
-GOALS = {(210.0, 2, False): 5.0, (210.0, 4, False): 4.3, (210.0, 2, True): 6.0}
+MB, WORKERS = 210.0, (2, 4)  # MB of weights; number of processes
+# (workers, with backups) -> the multiple that is the goal of tfmw.
+GOALS = {(2, False): 5.0, (4, False): 4.3, (2, True): 6.0}
 
 
 def _width(mb: float) -> int:
@@ -119,13 +119,19 @@ def ddp(width: int, backups: str) -> tuple[int, int]:
     return peak, sum(4 * p.numel() for p in model.parameters())
 
 
-CONTENDERS = {f.__name__: f for f in (stock_fit, tfmw, tfmw_unshared, ddp)}
+CONTENDERS: dict[str, tuple[str, Callable[[int, str], tuple[int, int]]]] = {
+    "stock_fit": ("Keras's `fit`", stock_fit),
+    "ddp": ("PyTorch DDP, gloo", ddp),
+    "tfmw": ("tfmw, sharded update", tfmw),
+    "tfmw_unshared": ("tfmw, `shard_optimizer=False`", tfmw_unshared),
+}
+"""Contender -> its name on the page, and what it runs."""
+
+Multiples = dict[tuple[str, int, bool], float]
+"""(contender, workers, with backups) -> peak memory in multiples of the weights."""
 
 
-BESIDE = ("tfmw", "stock_fit", "ddp")  # the contenders of `make bench`
-
-
-def measured(name: str, workers: int, mb: float, with_backups: bool) -> float:
+def _measured(name: str, workers: int, mb: float, with_backups: bool) -> float:
     """Peak memory in multiples of the weights, of the worker with the most."""
     with tempfile.TemporaryDirectory() as folder:
         results, backups = Path(folder, "results"), Path(folder, "backups")
@@ -140,42 +146,51 @@ def measured(name: str, workers: int, mb: float, with_backups: bool) -> float:
 
 
 def _work(name: str, width: str, results: str, backups: str = "") -> None:
-    found = CONTENDERS[name](int(width), backups)
+    found = CONTENDERS[name][1](int(width), backups)
     Path(results, os.environ.get("RANK", "0")).write_text(json.dumps(found))
 
 
-def figures(
-    names: Sequence[str] = tuple(CONTENDERS),
-    sizes: Sequence[float] = MB,
-    workers: Sequence[int] = WORKERS,
-) -> list[Figure]:
-    """Measures the peaks, and prints each row to stderr.
+def measured(names: Sequence[str] = tuple(CONTENDERS), mb: float = MB) -> Multiples:
+    """Measures the peaks; Keras's own fit is one process.
 
     Args:
         names: names of contenders.
-        sizes: sizes of the weights in MB.
-        workers: numbers of processes; Keras's own fit is one.
+        mb: size of the weights in MB.
     """
-    rows = []
-    for name, mb in itertools.product(names, sizes):
-        for number in [1] if name == "stock_fit" else workers:
+    found: Multiples = {}
+    for name in names:
+        for workers in [1] if name == "stock_fit" else WORKERS:
             for backups in (False, True):
-                saved = ", with backups" if backups else ""
-                row = f"memory / {mb:g} MB of weights: {name}, {number} worker{'s' * (number > 1)}"
-                goal = GOALS.get((mb, number, backups)) if name == "tfmw" else None
-                rows.append(Figure(row + saved, measured(name, number, mb, backups), goal))
-                print(*rows[-1].cells, file=sys.stderr, flush=True)
+                found[name, workers, backups] = _measured(name, workers, mb, backups)
+    return found
+
+
+def figures(multiples: Multiples) -> list[Figure]:
+    """Each multiple, with its goal."""
+    rows = []
+    for (name, workers, backups), multiple in multiples.items():
+        row = f"memory / weights: {name}, {workers} worker{'s' * (workers > 1)}"
+        goal = GOALS.get((workers, backups)) if name == "tfmw" else None
+        rows.append(Figure(row + ", with backups" * backups, [multiple], goal))
+    return rows
+
+
+def page_table(multiples: Multiples) -> list[list[str]]:
+    """The table of Benchmarks."""
+    rows = [["", "workers", "no backups", "with backups"]]
+    for name, workers in dict.fromkeys(key[:2] for key in multiples):
+        cells = [f"{multiples[name, workers, backups]:.1f}" for backups in (False, True)]
+        rows.append([CONTENDERS[name][0], str(workers), *cells])
     return rows
 
 
 def main() -> None:
     """Measures all, prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--mb", type=float, nargs="+", default=MB, help="of weights")
-    parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
+    parser.add_argument("--mb", type=float, default=MB, help="of weights")
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS))
     options = parser.parse_args()
-    print(markdown("peak memory", figures(options.only, options.mb, options.workers)))
+    print(markdown(figures(measured(options.only, options.mb))))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Recovery after `kill -9` of a worker until the first new step, beside PyTorch's torchrun.
 
-    python bench/recovery.py [--repeat 3] [--torch-python /path/to/python]
+    python -m bench.recovery [--repeat 3] [--torch-python /path/to/python]
 
 Two workers train a toy model with a backup every 20 steps; one of them is killed. For each
-contender it prints the median of three times, in seconds since the kill. They are: detected (the
+contender it prints the range of three times, in seconds since the kill. They are: detected (the
 launcher says so, or the first process of the new attempt appears); restarted (the script runs
 again, in every new worker); first new step. Without backups, tfmw replaces the lost worker alone.
 torchrun restarts the same training in PyTorch, if torch is installed: in this environment, or in
@@ -18,20 +18,24 @@ import importlib.util
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.figures import span, table
+
 ROOT = Path(__file__).resolve().parent.parent
 KILL_AT_STEP = 60
 GLOO_TIMEOUT_S = 10
 START_TIMEOUT_S = 60
+TIMEOUT_S = 300  # of a run that hangs
 ALONE = "tfmw run, no backups"
+EVENTS = ("detected", "restarted", "first new step")
 
 
 # ---- what is trained ----------------------------------------------------------------------------
@@ -113,6 +117,8 @@ def measure(command: list[str], new: int) -> dict[str, float]:
     launcher = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
     )
+    hung = threading.Timer(TIMEOUT_S, launcher.kill)
+    hung.start()
     try:
         lines = _lines(launcher)
         scripts: list[int] = []
@@ -139,6 +145,7 @@ def measure(command: list[str], new: int) -> dict[str, float]:
                 return {**seen, "first new step": now}
         raise RuntimeError(f"the run ended after {seen}")
     finally:
+        hung.cancel()
         launcher.send_signal(signal.SIGINT)
         launcher.stdout.close() if launcher.stdout else None
         launcher.wait()
@@ -153,10 +160,50 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
     raise RuntimeError("the run ended:\n" + "".join(last))
 
 
+def measured(repeat: int, torch_python: str | None = None) -> dict[str, list[list[float]]]:
+    """Way of restarting -> seconds to each of EVENTS, for each run.
+
+    Args:
+        torch_python: Python of an environment with torch; by default this one, if it has torch.
+    """
+    tfmw = [sys.executable, "-m", "tfmw", "run", "--workers", "2", "--max-restarts", "1"]
+    ways = {
+        ALONE: tfmw,
+        "tfmw run": tfmw,
+        "tfmw run, --standby off": [*tfmw, "--standby", "off"],
+    }
+    if torch_python := torch_python or with_torch():
+        torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone"]
+        ways["torchrun"] = [*torchrun, "--nproc-per-node", "2", "--max-restarts", "1"]
+    found: dict[str, list[list[float]]] = {name: [] for name in ways}
+    for _ in range(repeat):
+        for name, way in ways.items():
+            with tempfile.TemporaryDirectory() as folder:
+                train = ["--train", "torch" if name == "torchrun" else "tfmw"]
+                if name != ALONE:
+                    train += ["--backup_dir", folder]
+                seen = measure([*way, __file__, *train], 1 if name == ALONE else 2)
+                found[name].append([seen[event] for event in EVENTS])
+    return found
+
+
+def with_torch() -> str | None:
+    """This Python, if torch is installed."""
+    return sys.executable if importlib.util.find_spec("torch") else None
+
+
+def page_table(found: dict[str, list[list[float]]]) -> list[list[str]]:
+    """The table of Benchmarks."""
+    rows = [["seconds since `kill -9`", *EVENTS]]
+    for name, runs in found.items():
+        rows.append([name, *(span(seconds) for seconds in zip(*runs, strict=True))])
+    return rows
+
+
 def main() -> None:
     """Measures each way of restarting."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each; medians are printed")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each")
     parser.add_argument("--torch-python", help="of an environment with torch (default: this one)")
     parser.add_argument("--hosts", action="store_true", help="three hosts: see bench/hosts.py")
     parser.add_argument(
@@ -167,38 +214,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.train:
         {"tfmw": train_tfmw, "torch": train_torch}[options.train](options.backup_dir)
-        return
-    tfmw = [sys.executable, "-m", "tfmw", "run", "--workers", "2", "--max-restarts", "1"]
-    ways = {
-        ALONE: tfmw,
-        "tfmw run": tfmw,
-        "tfmw run, --standby off": [*tfmw, "--standby", "off"],
-    }
-    torch_python = options.torch_python or (
-        sys.executable if importlib.util.find_spec("torch") else None
-    )
-    if torch_python:
-        torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone"]
-        ways["torchrun"] = [*torchrun, "--nproc-per-node", "2", "--max-restarts", "1"]
-    if options.hosts:
-        import hosts  # type: ignore[import-not-found]  # beside this script
+    elif options.hosts:
+        from bench import hosts
 
-        hosts.main(__file__, torch_python, options.repeat, options.goodput)
-        return
-    print(f"{'seconds since kill -9':26}{'detected':>10}{'restarted':>11}{'first new step':>16}")
-    for name, way in ways.items():
-        rows = []
-        for _ in range(options.repeat):
-            with tempfile.TemporaryDirectory() as folder:
-                train = ["--train", "torch" if name == "torchrun" else "tfmw"]
-                if name != ALONE:
-                    train += ["--backup_dir", folder]
-                rows.append(measure([*way, __file__, *train], 1 if name == ALONE else 2))
-        keys = ("detected", "restarted", "first new step")
-        medians = [statistics.median(row[key] for row in rows) for key in keys]
-        print(f"{name:26}{medians[0]:10.2f}{medians[1]:11.2f}{medians[2]:16.2f}", flush=True)
-    if not torch_python:
-        print("torchrun: torch is not installed; pip install torch, or --torch-python")
+        python = options.torch_python or with_torch()
+        hosts.main(__file__, python, options.repeat, options.goodput)
+    else:
+        print(table(page_table(measured(options.repeat, options.torch_python))))
 
 
 if __name__ == "__main__":

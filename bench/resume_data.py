@@ -3,7 +3,7 @@
     python bench/resume_data.py [--sizes 1000000 10000000 100000000] [--only NAME...] [--skip]
 
 Each figure is from a process of its own: from opening the files, or from arrays in memory, to the
-first batch of one of two workers. `--out docs/images/resume.svg` draws them. With `--skip` a last
+first batch of one of two workers. With `--skip` a last
 column has the time of `tf.data`'s own `skip`, which reads every element before the position, for
 the smallest size.
 """
@@ -32,7 +32,6 @@ from tfmw import data
 
 BATCH = 1000
 PER_FILE = 1_000_000
-GOAL_S = 5
 INTERLEAVED = "interleaved TFRecordDataset, shuffle"
 
 
@@ -139,36 +138,14 @@ def _measure(name: str, n: int, skip: bool, folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def draw(seconds: dict[str, list[float]], sizes: list[int], path: Path) -> None:
-    """Draws one line for each source."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "tfmw"
-    figure, panel = pyplot.subplots(figsize=(7, 3.4), layout="tight")
-    for name, values in seconds.items():
-        panel.plot(sizes, values[: len(sizes)], marker="o", label=name)
-    panel.axhline(GOAL_S, color="gray", linestyle="--", label="goal")
-    panel.set_xscale("log")
-    panel.set_xlabel("examples")
-    panel.set_ylabel("seconds to the first batch")
-    panel.set_ylim(0)
-    panel.grid(alpha=0.3)
-    panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    figure.savefig(path, metadata={"Date": None})
-
-
 def main() -> None:
-    """Prints the table and draws it, or measures one cell of it in this process."""
+    """Prints the table, or measures one cell of it in this process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=[10**6, 10**7, 10**8])
     parser.add_argument("--only", nargs="+", choices=SOURCES, default=[*SOURCES], metavar="NAME")
     parser.add_argument("--skip", action="store_true")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -188,8 +165,6 @@ def main() -> None:
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                 seconds.setdefault(name, []).append(float(done.stdout))
             print(f"{name:36s}", *(f"{s:8.2f} s" for s in seconds[name]), flush=True)
-    if options.out:
-        draw(seconds, options.sizes, options.out)
 
 
 if __name__ == "__main__":

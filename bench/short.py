@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bench.figures import Figure, markdown
+from bench.figures import Figure, markdown, span
 from bench.steps import start
 
 STEPS, EPOCHS, BATCH = 10, 12, 32
@@ -154,35 +154,66 @@ def measures(of_tfmw: bool) -> dict[str, Callable[[], float]]:
     return {**beside, **itself} if of_tfmw else beside
 
 
-def seconds(workers: int | None, only: str) -> dict[str, float]:
+def seconds(workers: int | None, only: str, cores: int = 1) -> dict[str, float]:
     """Measure -> its seconds, in fresh processes.
 
     Args:
         workers: number of tfmw's workers; None: Keras in one process.
         only: substring of the measures' names.
+        cores: number of threads of an operation.
     """
     command = ["bench.short", "--only", only, "--in", "keras" if workers is None else "tfmw"]
-    outputs = start(command, workers or 1, through_tfmw=workers is not None)
+    outputs = start(command, workers or 1, workers is not None, cores)
     line = next(text for text in outputs[0].splitlines() if text.startswith("{"))
     found: dict[str, float] = json.loads(line)
     return found
 
 
-def figures(rounds: int = 3, only: str = "") -> list[Figure]:
-    """Figures of all measures: the median of the rounds' ratios."""
-    ratios: dict[tuple[str, float | None], list[float]] = {}
+# Columns of the page: (tfmw's workers, cores of Keras in one process).
+COLUMNS = {
+    (1, 1): "one worker / Keras, both with one core",
+    (2, 1): "two workers with one core each / Keras with one",
+    (2, 2): "two workers / Keras with both cores",
+}
+Ratios = dict[tuple[str, tuple[int, int] | str], list[float]]
+"""(measure, the column or what it is divided by) -> the ratios of the rounds."""
+
+
+def measured(rounds: int = 3, only: str = "") -> Ratios:
+    """Ratios of all measures."""
+    ratios: Ratios = {}
     for _ in range(rounds):
-        keras, alone, two = (seconds(workers, only) for workers in (None, 1, 2))
-        for name, goals in BESIDE_KERAS.items():
-            for workers, found in ((1, alone), (2, two)):
-                if name in found and workers in goals:
-                    row = f"{name}, tfmw on {workers} worker{'s' * (workers > 1)} / Keras on one"
-                    ratios.setdefault((row, goals[workers]), []).append(found[name] / keras[name])
-        for (name, against), goal in BESIDE_ITSELF.items():
-            if name in two and against in two:
-                row = f"{name} / {against}, two workers"
-                ratios.setdefault((row, goal), []).append(two[name] / two[against])
-    return [Figure(row, statistics.median(found), goal) for (row, goal), found in ratios.items()]
+        keras = {cores: seconds(None, only, cores) for cores in (1, 2)}
+        ours = {workers: seconds(workers, only) for workers in (1, 2)}
+        for name, (workers, cores) in itertools.product(BESIDE_KERAS, COLUMNS):
+            if name in keras[cores] and workers in BESIDE_KERAS[name]:
+                ratio = ours[workers][name] / keras[cores][name]
+                ratios.setdefault((name, (workers, cores)), []).append(ratio)
+        for name, against in BESIDE_ITSELF:
+            if name in ours[2]:
+                ratio = ours[2][name] / ours[2][against]
+                ratios.setdefault((name, against), []).append(ratio)
+    return ratios
+
+
+def figures(ratios: Ratios) -> list[Figure]:
+    """Each ratio, with its goal."""
+    rows = []
+    for (name, against), values in ratios.items():
+        if isinstance(against, str):
+            rows.append(Figure(f"{name} / {against}", values, BESIDE_ITSELF[name, against]))
+        else:
+            goal = BESIDE_KERAS[name][against[0]] if against[1] == 1 else None
+            rows.append(Figure(f"{name}: {COLUMNS[against]}", values, goal))
+    return rows
+
+
+def page_table(ratios: Ratios) -> list[list[str]]:
+    """The table of Benchmarks."""
+    rows = [["", *COLUMNS.values()]]
+    for name in BESIDE_KERAS:
+        rows.append([name, *(span(ratios.get((name, column), [])) for column in COLUMNS)])
+    return rows
 
 
 def main() -> None:
@@ -193,7 +224,7 @@ def main() -> None:
     parser.add_argument("--in", dest="contender", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contender is None:
-        print(markdown("short calls and small steps", figures(options.rounds, options.only)))
+        print(markdown(figures(measured(options.rounds, options.only))))
         return
     todo = measures(options.contender == "tfmw")
     needed = {

@@ -38,14 +38,11 @@ EXAMPLES = 1024  # in memory, for all workers together, read again and again
 WIDTH = 128  # width of the transformer
 
 WORKS = {
-    "cnn": Work("CNN of TensorFlow's multi-worker tutorial, 2.8M parameters", (28, 28, 1), 64, 50),
-    "small_cnn": Work("CNN, 347k parameters", (28, 28, 1), 64, 100),
+    "cnn": Work("CNN, 2.8M parameters", (28, 28, 1), 64, 50),  # of TensorFlow's tutorial
+    "small_cnn": Work("CNN, 347,000 parameters", (28, 28, 1), 64, 100),
     "mlp": Work("MLP, 25M parameters, Adam", (1024,), 64, 6, "adam"),
-    "resnet50": Work("ResNet50, 24M parameters, 32 x 32 images", (32, 32, 3), 8, 4),
-    "transformer": Work(
-        "transformer of 4 layers, 1.8M parameters, 64 words, Adam", (64,), 16, 10, "adam", 8000
-    ),
-    "tiny": Work("MLP, 8k parameters: overhead alone", (64,), 32, 200),
+    "resnet50": Work("ResNet50, images of 32 x 32", (32, 32, 3), 8, 4),
+    "transformer": Work("transformer, 1.8M parameters", (64,), 16, 10, "adam", 8000),
 }
 
 
@@ -91,7 +88,7 @@ def keras_network(name: str, keras: Any) -> Any:
             include_top=False, weights=None, input_tensor=inputs, pooling="avg"
         )
         x = body.output
-    elif name == "transformer":
+    else:
         x = layers.Embedding(work.words, WIDTH)(inputs)
         for _ in range(4):
             y = layers.MultiHeadAttention(4, WIDTH // 4)(x, x)
@@ -99,8 +96,6 @@ def keras_network(name: str, keras: Any) -> Any:
             y = layers.Dense(WIDTH)(layers.Dense(4 * WIDTH, activation="relu")(x))
             x = layers.LayerNormalization()(x + y)
         x = layers.GlobalAveragePooling1D()(x)
-    else:
-        x = layers.Dense(100, activation="relu")(inputs)
     model = keras.Model(inputs, layers.Dense(CLASSES)(x))
     optimizers = {"sgd": keras.optimizers.SGD(0.001), "adam": keras.optimizers.Adam(0.001)}
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -130,9 +125,7 @@ def torch_network(name: str) -> Any:
         )  # fmt: skip
     if name == "resnet50":
         return _torch_resnet50()
-    if name == "transformer":
-        return _torch_transformer(work)
-    return nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, CLASSES))
+    return _torch_transformer(work)
 
 
 def _torch_transformer(work: Work) -> Any:

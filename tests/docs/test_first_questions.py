@@ -27,7 +27,7 @@ QUESTIONS = {  # question: (page, words of the answer)
     ),
     "How do I resume?": ("docs/howto/backups.md", "tfmw.fit(model, dataset, epochs=50, backup_dir"),
     "What happens if a machine dies?": ("docs/howto/elastic-hosts.md", "--min-hosts"),
-    "What does it cost?": ("docs/explain/benchmarks.md", "Scaling costs"),
+    "What does it cost?": ("docs/explain/benchmarks.md", "the peak memory of a worker"),
     "Are the results those of one process?": ("docs/explain/equivalence.md", "Not equal, and why"),
     "How do I run it on Slurm?": ("docs/howto/schedulers.md", "sbatch"),
     "I come from MultiWorkerMirroredStrategy.": (
@@ -39,7 +39,7 @@ QUESTIONS = {  # question: (page, words of the answer)
     "Is it safe on my network?": ("docs/explain/security-model.md", "no authentication"),
     "Is it faster than model.fit on my laptop?": (
         "README.md",
-        "of one plain Keras process with both cores",
+        "One plain Keras process has both cores",
     ),
     "Can my script stay as it is?": (
         "docs/howto/keras-scripts.md",

@@ -8,10 +8,11 @@ import re
 
 import pytest
 
-from bench import figures
-from bench.steps import Row, page_tables
+from bench import __main__ as bench
+from bench import figures, steps
 from tests.helpers.cluster import PROGRAMS, tfmw_command
-from tfmw.cli.bench import PARTS, ROUND_S, Cost, beside_keras, report
+from tfmw.cli.bench import PARTS, ROUND_S, Cost, beside_keras, load, report
+from tfmw.errors import UsageError
 
 MEASURED = Cost(workers=2, compute=0.030, communication=0.012, input=0.0)
 
@@ -160,29 +161,81 @@ def test_wrong_target_raises_one_sentence(target, said):
     assert len(output.strip().splitlines()) == 1
 
 
+def test_a_file_that_trains_as_it_is_imported_is_told_where_to(tmp_path):
+    (tmp_path / "trains_at_once.py").write_text(
+        "from tfmw.errors import UsageError\ndef make(): ...\nraise UsageError('no fit here.')"
+    )
+    with pytest.raises(UsageError, match=r"cannot be imported: no fit here\. .* below if __name__"):
+        load(f"{tmp_path}/trains_at_once.py:make")
+
+
 def test_pages_have_the_tables_of_the_file_of_results():
-    text, found = figures.PAGE.read_text(), figures.results()
-    assert figures.written(text, found) == text, "python -m bench.figures writes it"
-    tables = re.findall(r"^\| ---", text, re.MULTILINE)
-    assert len(tables) == len(re.findall("<!-- figures: ", text)) > 10
+    found = figures.results()
+    benchmarks, readme, of_bench = (page.read_text() for page in figures.PAGES)
+    for text in (benchmarks, readme, of_bench):
+        assert figures.written(text, found) == text, "python -m bench.figures writes it"
+    tables = re.findall(r"^\| ---", benchmarks, re.MULTILINE)
+    assert len(tables) == len(re.findall("<!-- figures: ", benchmarks)) > 10
+    assert "<!-- figures: speed -->" in readme
+    assert "<!-- figures: figures -->" in of_bench
     other = {**found, "short": {**found["short"], "rows": [["an epoch"], ["0.5"]]}}
-    assert "| an epoch |\n| --- |\n| 0.5 |" in figures.written(text, other)
-
-
-def test_figures_of_the_readme_are_those_of_the_page():
-    readme, found = (figures.ROOT / "README.md").read_text(), figures.results()
-    ratios = sorted(cell for row in found["all_cores"]["rows"][1:] for cell in row[1:])
-    mlp = next(row for row in found["other_ways"]["rows"] if row[0].startswith("MLP"))
-    assert f"took {ratios[0][:4]} to {ratios[-1][-4:]} of the" in readme
-    assert f"takes {mlp[2]} of the time of legacy Keras's `fit`, and {mlp[4]} of that" in readme
+    assert "| an epoch |\n| --- |\n| 0.5 |" in figures.written(benchmarks, other)
+    empty = "<!-- figures: short -->\n<!-- end of figures -->\na\n<!-- end of figures -->"
+    assert figures.written(empty, other).endswith("figures -->\na\n<!-- end of figures -->")
 
 
 def test_tables_of_a_run_have_ranges():
-    rows = [
-        Row("mlp", 2, "tfmw", 20.0, 1.0, 9.0, (20.0, 30.0)),
-        Row("mlp", 2, "all_cores", 40.0, 1.0, 9.0, (40.0, 40.0)),
-        Row("mlp", 2, "ddp", 80.0, 1.0, 9.0, (40.0, 60.0)),
+    nan = float("nan")  # a contender that failed in a round
+    ms = {
+        ("mlp", 2, "tfmw"): [20.0, 30.0],
+        ("mlp", 2, "all_cores"): [40.0, 40.0],
+        ("mlp", 2, "ddp"): [40.0, nan],
+    }
+    found = steps.page_tables(ms)
+    (row,) = found["steps"][1:]
+    assert row == ["MLP, 25M parameters, Adam", "0.50 to 0.75", "", "0.50", "", "", ""]
+    assert found["speed"][1:] == [row[:4]]
+    (first, second) = steps.figures(ms)
+    assert first.cells == ["a step of mlp: tfmw / all_cores, 2 workers", "0.62", "0.50 to 0.75", ""]
+    assert second.cells[1:] == ["0.50", "0.50", "0.4"]
+
+
+def test_rounds_end_in_time_and_go_on_after_a_failure(monkeypatch):
+    def run(contender, work, workers):
+        if contender == "ddp":
+            raise RuntimeError("no torch")
+        return [0.002]
+
+    monkeypatch.setattr(steps, "run", run)
+    monkeypatch.setattr(steps, "FAILED", [])
+    turns = [("cnn", 2, "tfmw"), ("cnn", 2, "ddp"), ("mlp", 2, "tfmw")]
+    *_, found = steps.measured(turns, 2, float("inf"))
+    assert [len(ms) for ms in found.values()] == [2, 2, 2]
+    assert found["mlp", 2, "tfmw"] == [2.0, 2.0]
+    assert [f"round {n}: cnn, 2 worker(s), ddp" for n in (1, 2)] == steps.FAILED
+    *_, found = steps.measured(turns, 2, 0.0)
+    assert [len(ms) for ms in found.values()] == [1, 1, 1], "the first round alone"
+
+
+def test_a_measurement_that_fails_leaves_the_others(monkeypatch, tmp_path, capsys):
+    def failing():
+        yield [figures.Figure("first", [1.0])], {"short": [["a"], ["1"]]}
+        raise RuntimeError("later")
+
+    def other():
+        yield [figures.Figure("second", [2.0, 4.0], 3.0)], {"whole": [["b"], ["2"]]}
+
+    (tmp_path / "results.json").write_text('{"kept": {"commit": "c", "rows": [["k"]]}}')
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results.json")
+    parts = [bench._Part("one", failing), bench._Part("two", other)]
+    monkeypatch.setattr(bench, "_parts", lambda rounds, ends_at: parts)
+    monkeypatch.setattr("sys.argv", ["bench"])
+    with pytest.raises(SystemExit, match="failed: one"):
+        bench.main()
+    found = figures.results()
+    assert {"kept", "short", "whole", "figures"} == found.keys()
+    assert found["figures"]["rows"][1:] == [
+        ["first", "1.00", "1.00", ""],
+        ["second", "3.00", "2.00 to 4.00", "3"],
     ]
-    found = page_tables(rows)
-    assert [row[1] for row in found["all_cores"][1:] if row[1]] == ["0.50 to 0.75"]
-    assert [row[1:] for row in found["other_ways"][1:]] == [["", "", "", "0.50"]]
+    assert "RuntimeError: later" in capsys.readouterr().err

@@ -186,7 +186,13 @@ def load(target: str) -> Callable[[], Any]:
     if where.endswith(".py"):
         path = Path(where).resolve()
         sys.path.insert(0, str(path.parent))
-        module = importlib.import_module(path.stem)
+        try:
+            module = importlib.import_module(path.stem)
+        except UsageError as error:  # of a call of fit
+            raise UsageError(
+                f"{where} cannot be imported: {error} A file that trains does so below if "
+                f"__name__ == '__main__': as tfmw bench only calls its function {name!r}."
+            ) from None
     else:
         module = importlib.import_module(where)
     function = getattr(module, name, None)
