@@ -45,6 +45,8 @@ I0000 00:00:1795267204.413700   12602 tf_record_dataset_op.cc:396] The default b
 262144, which is overridden by the user specified `buffer_size` of 8388608
 W0000 00:00:1732000000.123456   12869 computation_placer.cc:177] computation placer already \
 registered. Please check linkage and avoid linking the same target more than once.
+W0000 00:00:1795949849.518936   11602 local_rendezvous.cc:412] Local rendezvous is aborting with \
+status: NOT_FOUND: Cannot find this iterator's analytical model. Did you disable autotune for it?
 E0000 00:00:1795567655.672878   14773 base_collective_executor.cc:252] \
 BaseCollectiveExecutor::StartAbort INTERNAL: worker 1: ValueError: in two
 lines [type.googleapis.com/tensorflow.CoordinationServiceError='\\x18\\x01\\"\\n\\x06worker']

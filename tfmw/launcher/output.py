@@ -62,6 +62,8 @@ _MESSAGES = (
     (r"cuda_(?:fft|dnn|blas)\.cc", r"Unable to register cu\w+ factory"),
     (r"tf_record_dataset_op\.cc", "The default buffer size is 262144, which is overridden by the"),
     (r"computation_placer\.cc", "computation placer already registered"),
+    # from the search for the slowest stage of an input, which may be gone
+    (r"local_rendezvous\.cc", r"[^\n]*Cannot find this iterator's analytical model"),
 )
 
 _NOTICES = re.compile(
