@@ -5,9 +5,9 @@
 Two workers train a toy model with a backup every 20 steps; one of them is killed. For each
 contender it prints the range of three times, in seconds since the kill. They are: detected (the
 launcher says so, or the first process of the new attempt appears); restarted (the script runs
-again, in every new worker); first new step. Without backups, tfmw replaces the lost worker alone.
-torchrun restarts the same training in PyTorch, if torch is installed: in this environment, or in
-the one of the given Python.
+again, in every new worker); first new step. tfmw replaces one lost worker; if both are killed, both
+resume from the backup. torchrun restarts the same training in PyTorch, if torch is installed: in
+this environment, or in the one of the given Python.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from bench.figures import span, table
 
@@ -34,14 +33,14 @@ KILL_AT_STEP = 60
 GLOO_TIMEOUT_S = 10
 START_TIMEOUT_S = 60
 TIMEOUT_S = 300  # of a run that hangs
-ALONE = "tfmw run, no backups"
+BOTH = "tfmw run, both killed"
 EVENTS = ("detected", "restarted", "first new step")
 
 
 # ---- what is trained ----------------------------------------------------------------------------
 
 
-def train_tfmw(folder: str | None) -> None:
+def train_tfmw(folder: str) -> None:
     """A toy model on the cluster that `tfmw run` made."""
     print(f"script {os.getpid()}", flush=True)
     import keras
@@ -56,7 +55,6 @@ def train_tfmw(folder: str | None) -> None:
             print(f"made step {int(self.model.optimizer.iterations)}", flush=True)
             time.sleep(0.02)  # as in train_torch
 
-    backups: Any = {} if folder is None else {"backup_dir": folder, "backup_every": 20}
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(10), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.random.default_rng(0).normal(size=(6400, 20)).astype("float32")
@@ -68,7 +66,8 @@ def train_tfmw(folder: str | None) -> None:
         epochs=1000,
         verbose=0,
         callbacks=[Say()],
-        **backups,
+        backup_dir=folder,
+        backup_every=20,
     )
 
 
@@ -107,8 +106,13 @@ def train_torch(folder: str) -> None:
 # ---- the measurement ----------------------------------------------------------------------------
 
 
-def measure(command: list[str], new: int) -> dict[str, float]:
-    """Seconds from the kill to each event of one run of `command`, which starts `new` workers."""
+def measure(command: list[str], killed: int, new: int) -> dict[str, float]:
+    """Seconds from the kill to each event of one run of `command`.
+
+    Args:
+        killed: number of workers that are killed.
+        new: number of workers that are started then.
+    """
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
     # Otherwise workers of torch 2.13's second attempt may find the addresses of the first in the
@@ -128,12 +132,13 @@ def measure(command: list[str], new: int) -> dict[str, float]:
             found = re.search(r"made step (\d+)", line)
             if found and int(found[1]) >= KILL_AT_STEP:
                 break
-        os.kill(scripts[-1], signal.SIGKILL)
-        killed = time.monotonic()
+        for pid in scripts[-killed:]:
+            os.kill(pid, signal.SIGKILL)
+        begin = time.monotonic()
         seen: dict[str, float] = {}
         again = 0
         for line in lines:
-            now = time.monotonic() - killed
+            now = time.monotonic() - begin
             if "tfmw: restart" in line:
                 seen["detected"] = now
             if "script " in line:
@@ -141,7 +146,7 @@ def measure(command: list[str], new: int) -> dict[str, float]:
                 seen.setdefault("detected", now)
                 if again == new:
                     seen["restarted"] = now
-            if again == new and "made step " in line:
+            if again >= new and "made step " in line:
                 return {**seen, "first new step": now}
         raise RuntimeError(f"the run ended after {seen}")
     finally:
@@ -168,8 +173,8 @@ def measured(repeat: int, torch_python: str | None = None) -> dict[str, list[lis
     """
     tfmw = [sys.executable, "-m", "tfmw", "run", "--workers", "2", "--max-restarts", "1"]
     ways = {
-        ALONE: tfmw,
         "tfmw run": tfmw,
+        BOTH: tfmw,
         "tfmw run, --standby off": [*tfmw, "--standby", "off"],
     }
     if torch_python := torch_python or with_torch():
@@ -179,10 +184,10 @@ def measured(repeat: int, torch_python: str | None = None) -> dict[str, list[lis
     for _ in range(repeat):
         for name, way in ways.items():
             with tempfile.TemporaryDirectory() as folder:
-                train = ["--train", "torch" if name == "torchrun" else "tfmw"]
-                if name != ALONE:
-                    train += ["--backup_dir", folder]
-                seen = measure([*way, __file__, *train], 1 if name == ALONE else 2)
+                library = "torch" if name == "torchrun" else "tfmw"
+                train = [__file__, "--train", library, "--backup_dir", folder]
+                killed = 2 if name == BOTH else 1
+                seen = measure([*way, *train], killed, 2 if name == "torchrun" else killed)
                 found[name].append([seen[event] for event in EVENTS])
     return found
 

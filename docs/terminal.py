@@ -38,9 +38,9 @@ def transcript() -> list[tuple[str, str]]:
         (EVENT, "                         (kill -9 of worker 1's process, in another terminal)"),
         (
             EVENT,
-            f"tfmw: restart 1 of 3 at once: worker 1 failed {CUT} at step 46: SIGKILL",
+            f"tfmw: restart 1 of 3 at once, of worker 1 alone: {CUT} at step 46: SIGKILL",
         ),
-        (OUTPUT, f"[worker 0] tfmw: restored step 46 from build/backup/{CUT}"),
+        (OUTPUT, "[worker 0] tfmw: the workers continue after step 46"),
         *epochs[2:],
         (RESULT, f"[worker 0] {losses}"),
         (RESULT, f"[worker 1] {losses}"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tfmw.launcher.failure import others_wait
+from tfmw.launcher.failure import REJOIN_S, why_all_restart
 from tfmw.observe.progress import REJOINS, Progress
 
 
@@ -36,21 +36,21 @@ def a_task(status: int | None = None, *, waits: bool = False, **attributes: Any)
     [
         ([a_task(-9)], [a_task(waits=True), a_task(waits=True)], None),
         ([a_task(-9), a_task(-9)], [a_task(waits=True)], None),
-        ([a_task(-9)], [a_task(waits=True), a_task()], True),  # it has not noticed yet
-        ([a_task(-9)], [], False),
-        ([a_task(-9)], [a_task(waits=True), a_task(0)], False),
-        ([a_task(1)], [a_task(waits=True)], False),  # it has failed by itself
-        ([a_task(-11)], [a_task(waits=True)], False),
+        ([a_task(-9)], [a_task(waits=True), a_task()], ""),  # it has not noticed yet
+        ([a_task(-9)], [], "the other workers have ended, too"),
+        ([a_task(-9)], [a_task(waits=True), a_task(0)], "the other workers have ended, too"),
     ],
 )
 def test_others_wait_for_a_new_task(failed: list[Any], others: list[Any], expected: Any) -> None:
-    assert others_wait(failed, [*failed, *others]) is expected
+    assert why_all_restart(failed, [*failed, *others]) == expected
 
 
 def test_others_that_do_not_wait_in_time_are_not_waited_for() -> None:
     lost = a_task(-9)
     lost.ended = time.monotonic() - 60.0
-    assert others_wait([lost], [lost, a_task()]) is False
+    late = f"the others did not notice its end in {REJOIN_S:g} s"
+    assert why_all_restart([lost], [lost, a_task()]) == late
     lost = a_task(-9)
     lost.progress = Progress  # its training needs all tasks to restart
-    assert others_wait([lost], [lost, a_task()]) is False
+    none = "the workers have no copy of the state in memory"
+    assert why_all_restart([lost], [lost, a_task()]) == none

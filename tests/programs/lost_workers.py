@@ -1,14 +1,17 @@
-"""Trains by model.fit: lost_workers.py arrays|dataset [kill|stop:WORKER:EPOCH:STEP...].
+"""Trains by model.fit: lost_workers.py arrays|dataset [held] [kill|stop:WORKER:EPOCH:STEP...].
 
-Workers end as told. Each of these happens once: a file says that it has.
+Workers end as told. Each of these happens once: a file says that it has. With `held` the chief's
+backups are on disk only after a new worker has made a step.
 """
 
 import hashlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -16,8 +19,11 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs._result import write
+from tfmw.train.checkpoint.store import BackupStore
 
 folder, index = Path(os.environ["TFMW_RESULT"]), int(os.environ["TFMW_TASK"].split()[1])
+ends_of_workers = [what for what in sys.argv[2:] if what != "held"]
+is_new = any(folder.glob(f"*_{index}_*"))
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -34,13 +40,25 @@ class Ends(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.seen.append(float(logs["loss"]))
-        for what in sys.argv[2:]:
+        if is_new:
+            (folder / "continued").touch()
+        for what in ends_of_workers:
             how, *when = what.split(":")
             done = folder / what.replace(":", "_")
             if when == [str(index), str(self.epoch), str(batch)] and not done.exists():
                 done.touch()
                 os.kill(os.getpid(), SIGNALS[how])
 
+
+def held(store, *written, **named):
+    while not (folder / "continued").exists():
+        time.sleep(0.02)
+    return write_backup(store, *written, **named)
+
+
+if "held" in sys.argv:
+    write_backup = BackupStore.write
+    mock.patch.object(BackupStore, "write", held).start()
 
 traces = 0  # number of graphs of steps that contain the model
 

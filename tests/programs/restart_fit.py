@@ -3,11 +3,12 @@
 Each step prints "made step <n> <pid>", so that the parent can choose its moment; each result
 carries the weights, bit for bit, and how often the model was trained on each example.
 
-`--die worker:point:count,...` has one entry for each attempt: that worker kills itself (SIGKILL)
-when it reaches the point the count-th time. A point is a step, a batch of validation, or the end of
-an epoch. It is also a backup or an export, written but not yet in its place. With `:term` it sends
-itself SIGTERM there, with `:hold` it waits there for `--hold` seconds. With `--hold_file` a worker
-waits at these points, and before it joins the cluster, while the file names it (see `_hold.py`).
+`--die worker:point:count,...` has one entry for each death, in order: that worker kills itself
+(SIGKILL) when it reaches the point the count-th time since the last death. A point is a step, a
+batch of validation, or the end of an epoch. It is also a backup or an export, written but not yet
+in its place. With `:term` it sends itself SIGTERM there, with `:hold` it waits there for `--hold`
+seconds. With `--hold_file` a worker waits at these points, and before it joins the cluster, while
+the file names it (see `_hold.py`).
 """
 
 import argparse
@@ -17,6 +18,7 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -63,29 +65,34 @@ class Count(keras.layers.Layer):
         return x[:, :4]
 
 
-class Death:
-    """Dies at one point, the count-th time that this attempt comes there."""
+class Deaths:
+    """The deaths of a plan; a file says of each that it has been."""
 
-    def __init__(self, point: str, count: int, how: str = "kill", hold_s: float = 0.0):
-        self.point = point
-        self.left = count
-        self.how = how
+    def __init__(self, task: str, plan: str, hold_s: float):
+        self.task = task
+        self.plan = [f"{death}:kill".split(":")[:4] for death in plan.split(",") if death]
         self.hold_s = hold_s
-        if point in ("backup", "export"):
-            before_each_replacement(self)
+        self.next, self.times = -1, 0  # the next death, and how often its point was reached
 
     def reached(self, point: str) -> None:
-        if point == self.point:
-            self.left -= 1
-            if self.left == 0:
-                print(f"dies in {point}", flush=True)
-                if self.how == "hold":
-                    threading.Event().wait(self.hold_s)
-                else:
-                    os.kill(os.getpid(), signal.SIGTERM if self.how == "term" else signal.SIGKILL)
+        folder = Path(os.environ["TFMW_RESULT"])
+        done = len([*folder.glob("death_*")])
+        if done != self.next:
+            self.next, self.times = done, 0
+        if done == len(self.plan) or [self.task, point] != self.plan[done][:2]:
+            return
+        self.times += 1
+        _, _, count, how = self.plan[done]
+        if self.times == int(count):
+            (folder / f"death_{done}").touch()
+            print(f"dies in {point}", flush=True)
+            if how == "hold":
+                threading.Event().wait(self.hold_s)
+            else:
+                os.kill(os.getpid(), signal.SIGTERM if how == "term" else signal.SIGKILL)
 
 
-def before_each_replacement(at: Death | Hold) -> None:
+def before_each_replacement(at: Deaths | Hold) -> None:
     """Calls `at` before the directory of a backup or an export gets its name."""
     replace = directories.replace
 
@@ -108,9 +115,9 @@ def before_each_check(hold: Hold) -> None:
 
 
 class Mortal(keras.callbacks.Callback):
-    """The same callback in every attempt and on every worker; a plan decides who dies."""
+    """The same callback in every process; a plan decides who dies."""
 
-    def __init__(self, deaths: list[Death | Hold]):
+    def __init__(self, deaths: list[Deaths | Hold]):
         super().__init__()
         self._deaths = deaths
 
@@ -125,15 +132,6 @@ class Mortal(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         for death in self._deaths:
             death.reached("epoch")
-
-
-def death_of(task: str, attempt: int, plan: str, hold_s: float) -> list[Death]:
-    """Deaths that `--die` plans for this worker in this attempt."""
-    deaths = plan.split(",") if plan else []
-    if attempt >= len(deaths):
-        return []
-    worker, point, count, how = f"{deaths[attempt]}:kill".split(":")[:4]
-    return [Death(point, int(count), how, hold_s)] if task == f"worker {worker}" else []
 
 
 def paused(seconds: float, x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -182,8 +180,11 @@ def main() -> None:
     dataset = tf.data.Dataset.from_tensor_slices((np.hstack([x, one_hot]), y))
     dataset = dataset.shuffle(EXAMPLES).batch(BATCH)
     everything = tf.data.Dataset.from_tensor_slices((np.hstack([x, one_hot]), y)).batch(24)
-    attempt = int(os.environ.get("TFMW_ATTEMPT", 0))
-    death = death_of(os.environ.get("TFMW_TASK", ""), attempt, options.die, options.hold)
+    deaths: list[Deaths | Hold] = [*holds]
+    if options.die:
+        task = os.environ["TFMW_TASK"].removeprefix("worker ")
+        deaths.append(Deaths(task, options.die, options.hold))
+        before_each_replacement(deaths[-1])
     if options.validation_pause:
         everything = everything.map(functools.partial(paused, options.validation_pause))
     say_step = SayStep()
@@ -193,7 +194,7 @@ def main() -> None:
         epochs=options.epochs,
         verbose=0,
         validation_data=everything,
-        callbacks=[say_step, Mortal([*death, *holds])],
+        callbacks=[say_step, Mortal(deaths)],
         backup_dir=options.backup_dir,
         export_dir=options.export_dir,
         backup_every=options.backup_every,
@@ -209,7 +210,7 @@ def main() -> None:
             "known_ids": 0 if options.sync else len(model.get_layer("table").known_ids()),
             "history": history.history,
             "validations": say_step.validations,
-            "attempt": attempt,
+            "attempt": int(os.environ.get("TFMW_ATTEMPT", 0)),
         }
     )
 

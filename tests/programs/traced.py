@@ -36,7 +36,9 @@ class Killed(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.steps += 1
-        if self.steps == KILLED_AT and cluster.index and os.environ["TFMW_ATTEMPT"] == "0":
+        killed = folder / "killed"
+        if self.steps == KILLED_AT and cluster.index and not killed.exists():
+            killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

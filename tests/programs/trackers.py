@@ -33,17 +33,18 @@ class Killed(keras.callbacks.Callback):
 
     chief_only = True
 
-    def __init__(self, attempt: int, others: list[Any]) -> None:
+    def __init__(self, name: str, others: list[Any]) -> None:
         super().__init__()
-        self.attempt = attempt
+        self.killed = folder / f"killed in {name}"
         self.others = others
         self.steps = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.steps += 1
-        if self.steps == KILLED_AT and os.environ["TFMW_ATTEMPT"] == str(self.attempt):
+        if self.steps == KILLED_AT and not self.killed.exists():
             wait_for_rows()
             flush_events(self.others)
+            self.killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -62,7 +63,7 @@ class OwnReport(keras.callbacks.Callback):
         mlflow.log_metric("own", 10.0 * epoch, step=epoch)
 
 
-def fit(name: str, attempt: int, callbacks: list[Any]) -> None:
+def fit(name: str, callbacks: list[Any]) -> None:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1, name="out")], name="model")
     model.compile(keras.optimizers.SGD(0.1), "mse")
@@ -76,7 +77,7 @@ def fit(name: str, attempt: int, callbacks: list[Any]) -> None:
     if by_keras:
         model.fit(X, Y, callbacks=callbacks, **settings)
         return
-    callbacks = [*callbacks, Killed(attempt, callbacks)]
+    callbacks = [*callbacks, Killed(name, callbacks)]
     backup: dict[str, Any] = {"backup_dir": folder / f"backup {name}", "backup_every": 4}
     tfmw.fit(model, X, Y, callbacks=callbacks, **backup, **settings)
 
@@ -90,7 +91,6 @@ with mlflow.start_run(run_name="callbacks"):
     mlflow.log_text("as it was", "note.txt")
     fit(
         "callbacks",
-        0,
         [
             mlflow.keras.MlflowCallback(log_every_epoch=False, log_every_n_steps=1),
             WandbMetricsLogger(log_freq="batch"),
@@ -101,6 +101,6 @@ with mlflow.start_run(run_name="callbacks"):
     )
 wandb.finish()
 mlflow.keras.autolog(log_models=False)
-fit("autolog", 1, [])
+fit("autolog", [])
 if not by_keras:
     _result.write({"wandb": run.id, "silent": run.disabled, "mlflow": mlflow.get_tracking_uri()})

@@ -249,7 +249,7 @@ def test_recipes_in_a_bucket_on_two_workers_killed_three_times(
         undisturbed = run(folder, "whole")
         read = {server.sent_to[f"worker-{index}"] for index in (0, 1)}
         killed = run(folder, "killed", kills="1:5,0:14,1:23", restarts=3)
-    assert [worker["attempt"] for worker in killed] == [3, 3], killed.output
+    assert killed.output.count("tfmw: restart ") == 3, killed.output
     for worker in (*undisturbed, *killed):
         assert worker["weights"] == expected[0]["weights"]
         assert worker["history"] == expected[0]["history"]

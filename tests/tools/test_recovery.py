@@ -15,5 +15,5 @@ from bench import recovery
 def test_48_workers_train_and_resume_when_one_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tfmw", "run", "--workers", "48", "--max-restarts", "1"]
     command += [recovery.__file__, "--train", "tfmw", "--backup_dir", str(tmp_path)]
-    found = recovery.measure(command, 48)
+    found = recovery.measure(command, killed=1, new=1)
     assert 0 < found["detected"] <= found["restarted"] < found["first new step"]

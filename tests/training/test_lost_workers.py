@@ -1,14 +1,19 @@
-"""A worker is lost, and the others continue with a new one in its place, from a copy in memory."""
+"""A worker is lost, and the others continue with a new one in its place, from a copy in memory.
+
+With backups on disk, too: `tests/checkpoint/test_restart_fit.py` kills workers while they write.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.cluster import ClusterRun, run_cluster
+from tfmw.train.checkpoint.store import BackupStore
 
 pytestmark = pytest.mark.process
 
@@ -16,8 +21,9 @@ SAME = ("state", "history", "seen", "score")
 
 
 @functools.cache
-def trained(data: str, *ends: str) -> ClusterRun:
+def trained(data: str, *ends: str, backup_dir: str = "") -> ClusterRun:
     options = ["--max-restarts", "5"] if ends else []
+    options += ["--backup-dir", backup_dir] if backup_dir else []
     return run_cluster("lost_workers.py", data, *ends, options=options)
 
 
@@ -25,8 +31,11 @@ def results(run: ClusterRun) -> list[dict[str, Any]]:
     return [{name: worker[name] for name in SAME} for worker in run]
 
 
-def test_a_worker_and_then_the_chief_are_killed() -> None:
-    undisturbed, disturbed = trained("arrays"), trained("arrays", "kill:1:1:2", "kill:0:2:4")
+def test_a_worker_and_then_the_chief_are_killed(tmp_path: Path) -> None:
+    ends = "kill:1:1:2", "kill:0:2:4"
+    undisturbed = trained("arrays")
+    # The chief continues while it writes a backup.
+    disturbed = trained("arrays", "held", *ends, backup_dir=str(tmp_path))
     assert results(disturbed) == results(undisturbed)
     # The second loss has traced nothing again in worker 1.
     assert [w["traces"] for w in disturbed] == [w["traces"] for w in undisturbed]
@@ -36,6 +45,12 @@ def test_a_worker_and_then_the_chief_are_killed() -> None:
     assert restarts == [("1", "worker 1"), ("2", "worker 0")]
     assert len(re.findall("tfmw: the workers continue after step", disturbed.output)) == 2
     assert len(list(disturbed.log_dir.parent.glob("attempt_*"))) == 1
+    # Backups continued; the new chief has the lock, and has read none.
+    assert "restored step" not in disturbed.output
+    (of_fit,) = tmp_path.iterdir()
+    newest = BackupStore(of_fit).newest()
+    assert newest is not None
+    assert newest.record["done"]
 
 
 @pytest.mark.nightly

@@ -437,11 +437,9 @@ def _add_a_thread() -> None:
     """
     import tensorflow as tf
 
+    setting = os.environ.get("TF_NUM_INTEROP_THREADS", "")
     chosen = tf.config.threading.get_inter_op_parallelism_threads()
-    if not chosen:
-        setting = os.environ.get("TF_NUM_INTEROP_THREADS", "")
-        chosen = int(setting) if setting.isdecimal() else 0
-        chosen = chosen or len(os.sched_getaffinity(0))
+    chosen = chosen or (int(setting) if setting.isdecimal() else 0) or len(os.sched_getaffinity(0))
     tf.config.threading.set_inter_op_parallelism_threads(chosen + 1)
 
 

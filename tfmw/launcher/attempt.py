@@ -23,7 +23,6 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from tfmw.cluster.cluster import MAX_RESTARTS, MEMBER, REPLACES
 from tfmw.cluster.signals import Signals
@@ -31,11 +30,11 @@ from tfmw.cluster.sockets import reserved_ports
 from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher import run_files
 from tfmw.launcher.environment import gpu_note, visible_devices
-from tfmw.launcher.failure import Diagnosis, Failure, others_wait
+from tfmw.launcher.failure import Diagnosis, Failure, is_external, why_all_restart
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display, OutputPump
 from tfmw.launcher.process import Task, divisions
-from tfmw.launcher.restart import AttemptOutcome, backoff_s, restarts_alone, when
+from tfmw.launcher.restart import AttemptOutcome, Restarts, at_step, backoff_s, restarts_alone, when
 from tfmw.launcher.run_status import RunStatus, sentence
 from tfmw.launcher.spawn import ATTEMPT_MARK, Spawner, end_marked, reap_orphans
 from tfmw.launcher.watchdog import (
@@ -53,30 +52,12 @@ from tfmw.observe.progress import AT_THE_END
 
 SETTLE_S = 0.5
 """Seconds to wait for the root cause if the first failure only reports a lost peer."""
-
-EXIT_S = 5.0
-"""Seconds in which a task that has recorded its error must exit, if it restarts alone."""
-
-POLL_S = 0.01
-"""Seconds between two polls while tasks are being ended."""
-
-PROGRESS_CHECK_S = 0.2
-"""Seconds between two checks of the tasks' progress."""
-
-DUMP_S = 1.0
-"""Seconds in which the tasks of an attempt that hangs write their stacks."""
+_EXIT_S = 5.0  # seconds in which a task that has recorded its error must exit, if it restarts alone
+_POLL_S = 0.01  # seconds between two polls while tasks are being ended
+_PROGRESS_CHECK_S = 0.2  # seconds between two checks of the tasks' progress
+_DUMP_S = 1.0  # seconds in which the tasks of an attempt that hangs write their stacks
 
 _NEVER = float("inf")
-
-
-class Restarts(Protocol):
-    """Decides whether single tasks restart; `RestartPolicy` does, and over hosts their leader."""
-
-    restarts: int
-    """Number of restarts that the run has used."""
-
-    def allows_restart_alone(self, failure: Failure) -> bool | None:
-        """Whether this task restarts alone, which is counted; None: not known yet, ask again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +306,7 @@ class Attempt:
             known = not all(error and (error["secondary"] or error["usage"]) for error in errors)
             if known and all(task.has_ended() for task in failed):
                 return
-            self._output.pump(POLL_S)
+            self._output.pump(_POLL_S)
 
     def _find_hung(self) -> HungTask | None:
         """The task that hangs, according to the watchdog and all flight recorders.
@@ -335,7 +316,7 @@ class Attempt:
         """
         if time.monotonic() < self._next_check:
             return None
-        self._next_check = time.monotonic() + PROGRESS_CHECK_S
+        self._next_check = time.monotonic() + _PROGRESS_CHECK_S
         statuses = [
             TaskStatus(
                 task.name,
@@ -353,7 +334,7 @@ class Attempt:
             return None
         late = missing(self._status.exchanges())
         if late is not None:
-            self.context.display.line(f"tfmw: {sentence(late, self.tasks, DUMP_S)}")
+            self.context.display.line(f"tfmw: {sentence(late, self.tasks, _DUMP_S)}")
             hung = dataclasses.replace(
                 hung, task=late.task, reason=f"{hung.reason}; it {late.what}"
             )
@@ -366,8 +347,8 @@ class Attempt:
             if task.catches(signal.SIGUSR2):
                 task.signal_alone(signal.SIGUSR2)
                 task.signal_alone(signal.SIGCONT)  # a stopped task then handles the request
-        deadline = time.monotonic() + DUMP_S
-        while time.monotonic() < deadline and self._output.pump(DUMP_S / 3):
+        deadline = time.monotonic() + _DUMP_S
+        while time.monotonic() < deadline and self._output.pump(_DUMP_S / 3):
             pass
 
     # ---- restarts of single tasks --------------------------------------------------------------
@@ -379,13 +360,18 @@ class Attempt:
             return False
         elastic = self._options.elastic
         if not all(restarts_alone(task.kind, self._has_ps, elastic) for task in failed):
-            decided = others_wait(failed, self.tasks) if self._replaces else False
-            if decided is not None:
-                return decided
+            killed = all(not task.error() and is_external(task.status, None) for task in failed)
+            if not (self._replaces and killed):
+                return False
+            reason = why_all_restart(failed, self.tasks)
+            if reason and any(task.progress().replaceable for task in self.tasks):
+                self.context.display.line(f"tfmw: {failed[0].name} is not replaced alone: {reason}")
+            if reason is not None:
+                return not reason
         for task in failed:
             if not task.has_ended():  # it is exiting, and is killed if that takes too long
                 record = task.error()
-                if record and time.monotonic() - record["monotonic"] >= EXIT_S:
+                if record and time.monotonic() - record["monotonic"] >= _EXIT_S:
                     task.signal(signal.SIGKILL)
                 continue
             failure = self._diagnosis.failure(task, task.error())
@@ -402,7 +388,7 @@ class Attempt:
             self.context.display.line(
                 f"tfmw: restart {self.policy.restarts} of {self._options.max_restarts} "
                 f"{when(delay_s)}, of {task.name} alone: it failed in attempt {self.number} after "
-                f"{failure.seconds:.1f} s: {failure.description}"
+                f"{failure.seconds:.1f} s{at_step(failure.step)}: {failure.description}"
             )
         return True
 
@@ -447,11 +433,11 @@ class Attempt:
                 task.signal(signal.SIGCONT)  # a stopped task then handles the SIGTERM
             deadline = time.monotonic() + grace_s
             while time.monotonic() < deadline and not self._stop.hurry and not self._all_ended():
-                self._output.pump(POLL_S)
+                self._output.pump(_POLL_S)
         for task in self.tasks:
             task.signal(signal.SIGKILL)
         while not self._all_ended():
-            self._output.pump(POLL_S)
+            self._output.pump(_POLL_S)
         end_marked(self._env[ATTEMPT_MARK])
         for task in self.tasks:
             self._output.finish(task)

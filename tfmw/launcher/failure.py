@@ -267,14 +267,17 @@ def _without_frames(lines: list[str]) -> list[str]:
     return kept
 
 
-def others_wait(failed: Sequence[Task], tasks: Sequence[Task]) -> bool | None:
-    """Whether an attempt continues; None: the others wait for new tasks in place of the failed."""
+def why_all_restart(failed: Sequence[Task], tasks: Sequence[Task]) -> str | None:
+    """Reason why killed tasks are not replaced while the others wait, as a clause.
+
+    Returns None if the others wait for new tasks, and "" if it is not known yet.
+    """
     others = [task for task in tasks if task not in failed and task.kind != "evaluator"]
-    killed = all(not task.error() and is_external(task.status, None) for task in failed)
-    if not killed or not others or any(task.has_ended() for task in others):
-        return False
+    if not others or any(task.has_ended() for task in others):
+        return "the other workers have ended, too"
     if all(task.progress().blocked_in == REJOINS for task in others):
         return None
     if not all(task.progress().replaceable for task in failed):
-        return False
-    return time.monotonic() < max(task.ended for task in failed) + REJOIN_S
+        return "the workers have no copy of the state in memory"
+    late = time.monotonic() >= max(task.ended for task in failed) + REJOIN_S
+    return f"the others did not notice its end in {REJOIN_S:g} s" if late else ""

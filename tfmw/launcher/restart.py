@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
@@ -95,6 +95,16 @@ def backoff_s(nth: int) -> float:
     return 0.0 if nth <= 0 else min(LONGEST_DELAY_S, 2.0 ** (min(nth, 10) - 1))
 
 
+class Restarts(Protocol):
+    """Decides whether single tasks restart; `RestartPolicy` does, and over hosts their leader."""
+
+    restarts: int
+    """Number of restarts that the run has used."""
+
+    def allows_restart_alone(self, failure: Failure) -> bool | None:
+        """Whether this task restarts alone, which is counted; None: not known yet, ask again."""
+
+
 @dataclasses.dataclass
 class RestartPolicy:
     """Counts restarts, and decides after each attempt."""
@@ -155,7 +165,7 @@ class RestartPolicy:
             True,
             f"attempt {self._attempt} starts {when(delay)}: the tasks of attempt "
             f"{self._attempt - 1} saved their state and exited after {outcome.seconds:.1f} s"
-            f"{_at(self.step)} (not counted as a restart)",
+            f"{at_step(self.step)} (not counted as a restart)",
             delay,
             self.workers,
         )
@@ -180,8 +190,8 @@ class RestartPolicy:
         self.restarts += 1
         message = (
             f"restart {self.restarts} of {self.options.max_restarts} {when(delay)}: {cause.task} "
-            f"failed in attempt {self._attempt - 1} after {cause.seconds:.1f} s{_at(self.step)}: "
-            f"{cause.description}"
+            f"failed in attempt {self._attempt - 1} after {cause.seconds:.1f} s"
+            f"{at_step(self.step)}: {cause.description}"
         )
         if fewer:
             message += f"; it did not restart, so {self.workers} continue"
@@ -196,11 +206,11 @@ class RestartPolicy:
             self.own_errors += 1
         error = _signature(outcome.failures[0]), max(outcome.step, -1)
         if not _lived(outcome) and error in self.errors:
-            return f"the same error twice{_at(outcome.step) or ' before the first step'}"
+            return f"the same error twice{at_step(outcome.step) or ' before the first step'}"
         if not _lived(outcome):
             self.errors.add(error)
         if self.own_errors >= ERRORS_WITHOUT_PROGRESS:
-            return f"{self.own_errors} errors in a row without progress{_at(self.step)}"
+            return f"{self.own_errors} errors in a row without progress{at_step(self.step)}"
         return ""
 
     def _can_shrink(self, task: str) -> bool:
@@ -225,5 +235,6 @@ def when(delay_s: float) -> str:
     return f"in {delay_s:g} s" if delay_s else "at once"
 
 
-def _at(step: int) -> str:
+def at_step(step: int) -> str:
+    """A step in words, " at step 42"; "" if there is none."""
     return f" at step {step}" if step >= 0 else ""

@@ -73,7 +73,7 @@ class _Tracer:
         """Traces a target from now on, in place of the environment's; `step` steps are done."""
         self._chosen = directory, steps, task
         path = _path(directory, task)
-        if os.environ.get("TFMW_ATTEMPT", "0") == "0":  # another run may have left some files
+        if not step:  # another run may have left some files
             for old in path.parent.glob(f"{path.name.partition('.')[0]}.*.jsonl"):
                 old.unlink()
         self.at_step(step)

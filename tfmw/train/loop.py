@@ -337,8 +337,9 @@ class TrainingLoop:
             if self._model.stop_training:
                 driver.end_epoch(complete=False)
                 return dict(logs)
-            if not driver.at_epoch_end and backups.due_after_step(self._step, driver.signals):
-                self._save(epoch, in_epoch=True)
+            write = backups.due_after_step(self._step, driver.signals)
+            if not driver.at_epoch_end and (write or any(driver.signals[2:])):
+                self._save(epoch, in_epoch=True, write=write)
                 if driver.signals[0]:
                     backups.leave(self._step)
         driver.end_epoch()
@@ -374,7 +375,7 @@ class TrainingLoop:
 
         def respond(signals: list[float]) -> None:
             nonlocal saved
-            if any(signals) and not saved:
+            if any(signals[:2]) and not saved:
                 self._save(epoch, logs=logs, python_state=python_state)
                 saved = True
             if signals[0]:
@@ -400,6 +401,7 @@ class TrainingLoop:
         done: bool = False,
         logs: Logs | None = None,
         python_state: PythonState | None = None,
+        write: bool = True,
     ) -> None:
         driver = self._driver
         parts = driver.slot_parts()
@@ -421,6 +423,7 @@ class TrainingLoop:
             },
             python_state,
             parts,
+            write,
         )
 
 

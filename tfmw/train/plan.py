@@ -70,8 +70,11 @@ class Plan:
         self._servers = strategies.servers_of(self._context.strategy)
         self._sync = settings_of(arguments)
         # The calls that a new worker makes until it is here.
-        self._made = group.calls_made() if self._may_rejoin() else None
+        self._made = group.calls_made()
         self._peers: PeerState | None = None
+        if self._may_rejoin():
+            asked = arguments.backup
+            self._peers = PeerState(self._context.group, self._context.strategy, asked)
         self._rounds = RoundClient.of_environment(os.environ)
         if self._rounds is None and self._sync is not None and self._sync.elastic:
             raise UsageError(
@@ -88,17 +91,20 @@ class Plan:
         """Trains the model; after the loss of a worker, together with its replacement."""
         if membership.is_evaluator():
             return self._evaluate_beside()
+        if self._peers is None:
+            return self._run()
         lost = False
-        while True:
-            try:
-                if lost and self._made is not None:
-                    connection.rejoin(self._made)
-                return self._run()
-            except tf.errors.UnavailableError as e:
-                if self._made is None or self._peers is None or not self._peers.may_go_on():
-                    raise
-                lost = True
-                logger.warning("%s; waits for a new worker", e.message)
+        with self._peers as peers:
+            while True:
+                try:
+                    if lost:
+                        connection.rejoin(self._made)
+                    return self._run()
+                except tf.errors.UnavailableError as e:
+                    if not peers.may_go_on():
+                        raise
+                    lost = True
+                    logger.warning("%s; waits for a new worker", e.message)
 
     def _run(self) -> keras.callbacks.History:
         arguments = self._arguments
@@ -133,11 +139,9 @@ class Plan:
             return
         if self._arguments.backup is None and self._context.group.is_chief:
             _warn_of_restarts(os.environ.get(MAX_RESTARTS, "0"))
-        if self._made is not None:
-            kept = None if self._peers is None else self._peers.kept
-            self._peers = PeerState(self._context.group, self._context.strategy, kept)
-            with self._peers:
-                yield self._context, self._peers
+        if self._peers is not None:
+            self._peers.begin_view()
+            yield self._context, self._peers
             return
         with Backups(self._context.group, self._arguments.backup) as backups:
             yield self._context, backups
@@ -149,7 +153,7 @@ class Plan:
         arguments = self._arguments
         sources = (arguments.source, arguments.validation_source)
         again = all(s is None or not (s.is_read_once or s.is_function()) for s in sources)
-        plain = arguments.backup is None and self._sync is None and again
+        plain = self._sync is None and again
         return plain and may_rejoin(self._context.strategy) and group.may_repeat()
 
     def _training(self, context: FitContext, backups: Backups) -> Training:

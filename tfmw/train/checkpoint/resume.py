@@ -148,6 +148,7 @@ class Backups:
             self._stack.close()
 
     def _open(self) -> dict[str, Any] | None:
+        """Locks the directory; returns the record of the newest backup. Called on the chief."""
         self._stack.enter_context(self._store.locked())
         record = self._store.newest_intact(self._read)
         self._store.files.forget()
@@ -251,7 +252,7 @@ class Backups:
 
     # ------------------------------------------------------------ when
 
-    def signals(self) -> tuple[float, float]:
+    def signals(self) -> tuple[float, ...]:
         """This task's values for the reduction of a step: (exit requested, backup due)."""
         seconds, due = self.schedule.seconds, False
         if self._group.is_chief and seconds is not None and not self._writer.busy:
@@ -266,8 +267,8 @@ class Backups:
         return min(max_steps, self.schedule.steps - step % self.schedule.steps)
 
     def due_after_step(self, step: int, signals: list[float]) -> bool:
-        """Whether to save now, within an epoch; the same on every task."""
-        return any(signals) or self._is_due(step)
+        """Whether to write a backup now, within an epoch; the same on every task."""
+        return any(signals[:2]) or self._is_due(step)
 
     def _is_due(self, step: int) -> bool:
         return self.schedule.steps is not None and step % self.schedule.steps == 0
@@ -277,7 +278,7 @@ class Backups:
         if not self.has_directory:
             return False, False
         signals = self._group.from_all(self.signals())
-        leave, due = (any(of_kind) for of_kind in zip(*signals, strict=True))
+        leave, due, *_ = (any(of_kind) for of_kind in zip(*signals, strict=True))
         due = leave or due or self._is_due(step)
         if self.schedule.epochs is not None:
             due = due or (epoch + 1) % self.schedule.epochs == 0
@@ -293,7 +294,7 @@ class Backups:
     @functools.cached_property
     def takes_parts(self) -> bool:
         """Whether each task can write its shard of the state. All tasks must call it."""
-        return self._store.files.takes_parts(self._group)
+        return not self.has_directory or self._store.files.takes_parts(self._group)
 
     def save(
         self,
@@ -303,6 +304,7 @@ class Backups:
         record: dict[str, Any],
         python_state: PythonState | None = None,
         parts: SlotParts | None = None,
+        write: bool = True,
     ) -> None:
         """Copies the state; the chief writes it in the background. All tasks must call it.
 
@@ -313,6 +315,7 @@ class Backups:
             record: JSON values: the step since the run began, and the position in the data.
             python_state: an earlier result of `python_state`; by default the current state.
             parts: shards of slots that no task has whole; each task writes its own.
+            write: whether a backup is due, and not only a copy in memory; see `PeerState`.
 
         Raises:
             TfmwError: a weight has not been finite since the last call, and no loss has shown it.
@@ -333,9 +336,20 @@ class Backups:
                 self._writer.submit(shared)
             return
         entries, arrays = python_state or self.python_state(callbacks)
-        flush_events(callbacks)
         taken = self._snapshots.take(model, driver.strategy, driver.trains_in_place, parts)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
+        self._submit(model, callbacks, {**record, **entries}, tensors, shared)
+
+    def _submit(
+        self,
+        model: Any,
+        callbacks: list[Any],
+        record: dict[str, Any],
+        tensors: dict[str, Any],
+        shared: SharedWrite | None = None,
+    ) -> None:
+        """Writes copied state in the background; called on the chief."""
+        flush_events(callbacks)
         spoiled = tensors.get(self._spoiled[0]) if self._spoiled is not None else None
         if spoiled is not None and not _is_finite(spoiled):
             self._refuse_spoiled()
@@ -347,7 +361,6 @@ class Backups:
             "attempt": fence.attempt(),
             "signature": self._signature,
             "versions": common_versions(),
-            **entries,
         }
         if self._tables is None and (files := state.table_files(model)) is not None:
             self._tables = TableBackups(files)

@@ -148,7 +148,7 @@ class MemberBackups(Backups):
     def _ended(self) -> int:
         return 0 if self.rounds is None else self.rounds.ended
 
-    def signals(self) -> tuple[float, float]:
+    def signals(self) -> tuple[float, ...]:
         found = super().signals()
         self._disk_is_due |= any(found)
         return found
@@ -177,6 +177,7 @@ class MemberBackups(Backups):
         record: dict[str, Any],
         python_state: PythonState | None = None,
         parts: Any = None,
+        write: bool = True,
     ) -> None:
         if self.unrecorded:  # its position is not yet that of its weights
             return

@@ -1,11 +1,13 @@
 """State of a run in the memory of all workers, from which they continue after the loss of one.
 
-    with PeerState(group, strategy, kept) as backups: ...    # in place of `Backups`
+    with PeerState(group, strategy, backup_settings) as backups:    # in place of `Backups`
+        backups.begin_view()                                        # again after each loss
 
 Every worker keeps a copy of the state, taken after the same step on all. Workers that have lost
 another one leave their view of the cluster: they close its connections, so that all others leave
 it, too. Once all are there again, a new worker in place of the lost one, the next view begins: all
-continue from the most advanced copy, which travels over the ring.
+continue from the most advanced copy, which travels over the ring. A backup on disk, if one is due,
+is written from the chief's copy. It is read only if no worker has a copy.
 
 A worker completes a copy only with messages of all others, and sends those for the next one only
 afterwards. So the copies of a view differ by one at most. If a worker dies after some have
@@ -33,15 +35,15 @@ from tfmw.cluster.memory import usable_bytes
 from tfmw.compat import models, placement
 from tfmw.launcher.output import say
 from tfmw.observe.progress import report_replaceable
+from tfmw.train.callbacks import BackupAndRestore
 from tfmw.train.checkpoint import state
 from tfmw.train.checkpoint.resume import Backups, PythonState
-from tfmw.train.checkpoint.schedule import Schedule
 from tfmw.train.checkpoint.tensor_files import SlotParts
 from tfmw.train.mirrored.collectives import connection
 
 logger = logging.getLogger("tfmw")
 
-_LEAST_S, _SHARE = 1.0, 0.01  # time between two copies; the share of the time that they may take
+_LEAST_S, _SHARE = 0.2, 0.01  # time between two copies; the share of the time that they may take
 _MEMORY = 0.25  # share of the machine's memory that they may take
 
 _NOTICED_S = 2.0  # time in which the loss of a worker is known
@@ -61,42 +63,64 @@ def most_advanced(steps: Sequence[int | None]) -> int | None:
 
 
 class PeerState(Backups):
-    """The state of one call of fit, in memory.
+    """The state of one call of fit, in memory and, if there is a directory, in backups.
 
     Args:
-        group, clock: see `Backups`.
+        group, asked, clock: see `Backups`.
         strategy: the strategy of the workers, over their ring.
-        kept: the copy that this worker has from before a loss; None on a new one.
-    """
 
-    takes_parts = True  # of slots that no worker has whole: then there is no copy
+    Attributes:
+        kept: the last copy; None if there is none.
+    """
 
     def __init__(
         self,
         group: Group,
         strategy: tf.distribute.Strategy,
-        kept: Copy | None,
+        asked: BackupAndRestore | None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__(group, None, clock)
+        super().__init__(group, asked, clock)
         self.on = True
-        self.schedule = Schedule("continuous")
-        self.kept = kept
+        self.kept: Copy | None = None
         self._strategy = strategy
         self._copies = [state.Snapshots(), state.Snapshots()]  # a copy stays until the next is done
+        self._written: state.Snapshots | None = None  # the copy in the last backup
+        self._copied_at = clock()
         self._due_s = 0.0  # time from the last copy to the next
         self._trains = False  # whether the model's state may be of a step that is not complete
 
     def __enter__(self) -> PeerState:
+        return self
+
+    def begin_view(self) -> None:
+        """Continues with the state of a worker that has one, or else of the newest backup.
+
+        All tasks must call it.
+        """
         steps = self._group.from_all(None if self.kept is None else self.kept[0]["step"])
         source = most_advanced(steps)
         if source is not None:
             self.kept = self._received(source)
+        is_new = not self._trains
+        if is_new:
+            super().__enter__()
+        elif self.has_directory:
+            self._group.from_chief(lambda: None)  # the call of new workers
+        if self.kept is not None:
+            if is_new:
+                self._last = float("-inf")  # a new chief does not know when a backup was written
             self.record, self.tensors = self.kept
+            self.on_disk = None, {}
             if self._group.is_chief:
-                say(f"tfmw: the workers continue after step {steps[source]}")
+                say(f"tfmw: the workers continue after step {self.record['step']}")
         self._trains = True
-        return self
+
+    def _open(self) -> dict[str, Any] | None:
+        if self.kept is None:
+            return super()._open()
+        self._stack.enter_context(self._store.locked())
+        return None
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         super().__exit__(kind, *error)
@@ -133,13 +157,17 @@ class PeerState(Backups):
         return record, found
 
     def restore(self, model: Any, batch_size: int | None) -> None:
-        if self.record is not None and self._group.is_chief:
-            state.restore(model, self.tensors)
-            models.set_unseeded_state(self.record["random"].get("keras"))
+        """Restores the copy on all workers, so that none sends it once more."""
+        super().restore(model, batch_size)
+        if self.kept is not None:
+            record, tensors = self.kept
+            state.restore(model, tensors)
+            models.set_unseeded_state(record["random"].get("keras"))
 
-    def signals(self) -> tuple[float, float]:
-        due = self._group.is_chief and self._clock() - self._last >= self._due_s
-        return 0.0, float(due)
+    def signals(self) -> tuple[float, ...]:
+        """The values of `Backups`, and whether a copy in memory is due."""
+        due = self._group.is_chief and self._clock() - self._copied_at >= self._due_s
+        return *super().signals(), float(due)
 
     def save(
         self,
@@ -149,18 +177,22 @@ class PeerState(Backups):
         record: dict[str, Any],
         python_state: PythonState | None = None,
         parts: SlotParts | None = None,
+        write: bool = True,
     ) -> None:
-        """Copies the state, on all workers."""
-        problem = self._problem(driver.model, parts)
+        """Copies the state, on all workers; the chief writes the copy if a backup is due."""
+        write = write and self.has_directory
+        # Only a backup records the end: without it, all tasks restart, and train up to it again.
+        problem = "the training is complete" if write and record["done"] else self._problem(driver)
         if problem is not None:
-            self.kept, self._due_s = None, float("inf")
-            report_replaceable(False)
-            if self._group.is_chief:
-                logger.info("workers keep no copies of the state in memory: %s", problem)
+            self._copy_no_more(problem)
+            if write:
+                super().save(driver, kept, callbacks, record, python_state, parts)
             return
         begin = self._clock()
         entries, arrays = python_state or self.python_state(callbacks)
         self._copies.reverse()
+        if self._copies[0] is self._written and self._writer.busy:
+            self._copies[0] = state.Snapshots()
         taken = self._copies[0].take(driver.model, driver.strategy, driver.trains_in_place)
         seeds = {id(seed) for seed in placement.seeds_of(driver.model)}  # they differ by replica
         for name, variable in state.named(driver.model).items():
@@ -170,17 +202,30 @@ class PeerState(Backups):
         arrays = self._group.arrays_from_chief(arrays)
         self.kept = {**record, **entries}, state.with_replicas({**taken, **arrays}, *kept)
         report_replaceable(True)
-        self._last = self._clock()
-        self._due_s = max(_LEAST_S, (self._last - begin) / _SHARE)
+        self._copied_at = self._clock()
+        self._due_s = max(_LEAST_S, (self._copied_at - begin) / _SHARE)
+        if write:
+            self._last = self._copied_at
+            if self._group.is_chief:
+                self._writer.wait()
+                self._written = self._copies[0]
+                self._submit(driver.model, callbacks, *self.kept)
 
-    def _problem(self, model: Any, parts: SlotParts | None) -> str | None:
+    def _copy_no_more(self, problem: str) -> None:
+        if self._due_s < float("inf") and self._group.is_chief:
+            logger.info("workers keep no copies of the state in memory: %s", problem)
+        self.kept, self._due_s = None, float("inf")
+        report_replaceable(False)
+
+    def _problem(self, driver: Any) -> str | None:
         """Reason why there are no copies; None if there is none. All tasks must call it."""
-        if parts is not None:
+        if driver.slot_parts() is not None:
             return "each has a part of the optimizer's slots"
         if self.kept is not None:
             return None
         size = sum(
-            math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in state.named(model).values()
+            math.prod(v.shape) * tf.as_dtype(v.dtype).size
+            for v in state.named(driver.model).values()
         )
         needed = 2 * size * int(os.environ.get("TFMW_LOCAL_TASKS", "1"))
         fits = self._group.from_chief(lambda: needed <= _MEMORY * usable_bytes())
