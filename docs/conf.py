@@ -47,6 +47,7 @@ navigation = {
     ],
     "Notebooks": [
         "notebooks/first_fit",
+        "notebooks/before_and_after",
         "notebooks/many_workers",
         "notebooks/data_from_files",
         "notebooks/custom_training",
