@@ -28,13 +28,14 @@ def shuffled() -> tf.data.Dataset:
 
 
 def iterator(
-    dataset: tf.data.Dataset,
+    dataset: tf.data.Dataset | data.Source,
     sharding: data.Sharding,
     position: data.Cursor | None = None,
     split: bool = True,
     group: Group | None = None,
 ) -> EpochIterator:
-    source = data.Source(dataset, split=split)
+    is_source = isinstance(dataset, data.Source)
+    source = dataset if is_source else data.Source(dataset, split=split)
     as_json = None if position is None else dataclasses.asdict(position)
     group = group or Group(0, 1)
     found = EpochIterator(source, group, sharding, None, "steps_per_epoch", as_json)
@@ -52,7 +53,8 @@ def read(epoch: EpochIterator, steps: int = 1000) -> list[list[int]]:
             epoch.advance(0, 1)
             break
         parts, counts, _ = data.step_of(element, epoch._sharding)
-        found.append([int(i) for part, n in zip(parts, counts, strict=True) for i in part[:n]])
+        flat = [tf.nest.flatten(part)[0] for part in parts]
+        found.append([int(i) for part, n in zip(flat, counts, strict=True) for i in part[:n]])
         epoch.advance(1, 1)
     return found
 
@@ -374,6 +376,44 @@ def _reordered(name: str) -> tf.data.Dataset:
     if name == "inside":
         return tf.data.Dataset.zip((shuffled(), shuffled())).map(lambda a, _: a).batch(4)
     return tf.data.Dataset.range(EXAMPLES).shuffle(EXAMPLES).map(lambda i: i).batch(4)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_resumed_run_creates_one_shard_of_small_arrays(
+    shuffle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_arrays(position: data.Cursor | None = None) -> EpochIterator:
+        source = data.Source(np.arange(EXAMPLES), batch_size=4, shuffle=shuffle)
+        return iterator(source, data.Sharding(2, 1), position)
+
+    whole, steps, positions = of_arrays(), [], []
+    for number in range(3):
+        whole.begin_epoch()
+        steps.append(read(whole, number + 1))
+        positions.append(whole.position(in_epoch=True))
+        steps[-1] += read(whole)
+        whole.end_epoch()
+        positions.append(whole.position(in_epoch=False))
+    assert len({str(each) for each in steps}) == (3 if shuffle else 1)
+    shard = data.Source.shard
+    made: list[Any] = []
+
+    def noted(*arguments: Any) -> data.Shard:
+        made.append(arguments)
+        return shard(*arguments)
+
+    monkeypatch.setattr(data.Source, "shard", noted)
+    for number, position in enumerate(positions[:-1]):
+        made.clear()
+        resumed = of_arrays(position)
+        resumed.begin_epoch()
+        assert len(made) == 1
+        first, done = -(-number // 2), position.done
+        assert read(resumed) == steps[first][done:]
+        for later in steps[first + 1 :]:
+            resumed.end_epoch()
+            resumed.begin_epoch()
+            assert read(resumed) == later
 
 
 @pytest.mark.usefixtures("unknown_states")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from tfmw.data.values import Shard, Sharding, SharedOrder
 from tfmw.data.whole_batches import shard_function
 from tfmw.errors import UsageError
 
+_SMALL = 64 << 20  # bytes of arrays which are read in less time than a shard is created
 _LOOKED_AT = -1  # index of a source: the batches of a `PyDataset` that show its structure
 
 
@@ -239,6 +241,15 @@ class Source:
     def is_read_once(self) -> bool:
         """Whether Python code produces the batches, so a second pass may produce others."""
         return isinstance(self.x, keras.utils.PyDataset) or self.is_generator or is_grain(self.x)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether `x` is arrays which may be read up to a position, rather than sharded again."""
+        if datasets.is_dataset(self.x) or self.is_function() or self.is_read_once:
+            return False
+        arrays = keras.tree.flatten((self.x, self.y, self.sample_weight))
+        sizes = [getattr(a, "nbytes", math.inf) for a in arrays if a is not None]
+        return sum(sizes) <= _SMALL
 
     @property
     def has_shards_of_passes(self) -> bool:

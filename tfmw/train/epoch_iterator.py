@@ -74,6 +74,8 @@ class EpochIterator:
         # Those of the chief's machine: a resumed run has the order of the first one.
         cycle_lengths = (was and was.source.get("cycle_lengths")) or {}
         self._order = data.SharedOrder(seed, group, index_dir, cycle_lengths)
+        # number of the pass of the shard, if each pass has a shard of its own
+        self._shard_pass = 0 if was is None else was.passes - (was.in_pass is not None)
         self._indexing: list[Any] | None = None  # processes that create indices
         self._passes = 0
         self.iterator: Any = None  # iterator of the current pass; None between two passes
@@ -87,7 +89,7 @@ class EpochIterator:
         self._steps_of_resumed: int | None = None  # set if other replicas began the epoch
         if group.size > 1:
             source.refuse_different(group.from_all)
-        self.shard = source.shard(sharding, self._order)
+        self.shard = source.shard(sharding, self._order_of(self._shard_pass))
         if steps is None and self.shard.steps == data.INFINITE:
             raise UsageError(
                 f"the dataset is infinite and {argument} was not given: pass {argument}=..., or "
@@ -228,18 +230,18 @@ class EpochIterator:
                     f"has {shard.steps} steps: the run cannot resume after its end. Pass the data "
                     "of the interrupted run, or another backup_dir to begin anew."
                 )
-        source, order = self._source, self._order
+        source = self._source
+        is_current = self._shard_pass == self._passes or not source.has_shards_of_passes
+        read_over = source.is_small and batches == skip * self._batches_per_step
         read_once = skip and source.is_read_once and batches % self._batches_per_step == 0
-        if source.has_shards_of_passes:
-            order = dataclasses.replace(order, seed=order.seed + self._passes)
         if read_once:
             rest = shard.batches(batches, self._batches_per_step)
             shard = dataclasses.replace(shard, dataset=rest)
-        elif skip or (self._passes and order is not self._order):
+        elif not is_current or (skip and not read_over):
             # Elements are skipped below the maps, so that they are not decoded.
-            shard = source.shard(self._sharding, order, batches)
+            shard = source.shard(self._sharding, self._order_of(self._passes), batches)
             if not skip:
-                self.shard = shard
+                self.shard, self._shard_pass = shard, self._passes
         self._pass_end = self._pass_steps
         if batches != skip * self._batches_per_step and self._pass_steps is not None:
             # Other replicas began this pass.
@@ -258,6 +260,14 @@ class EpochIterator:
             if counted:
                 self._orders = orders
         self.iterator = self._iterate(shard, self._orders, now if shard is self.shard else None)
+        for _ in range(skip if shard is self.shard else 0):
+            next(self.iterator)
+
+    def _order_of(self, number: int) -> data.SharedOrder:
+        """The order of a pass."""
+        if not self._source.has_shards_of_passes:
+            return self._order
+        return dataclasses.replace(self._order, seed=self._order.seed + number)
 
     def _iterate(self, shard: data.Shard, orders: list[int], now: list[int] | None = None) -> Any:
         """Iterates from a position in the sequences of orders; `now`: the user's dataset's."""
