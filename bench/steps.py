@@ -75,7 +75,7 @@ PAGE_COLUMNS = {
     "ddp": "PyTorch DDP, gloo, 2 workers",
     "hand_loop": "hand-written loop, 2 workers",
     "alone": "one of the workers alone, no exchange",
-    "stock_fit": "Keras 3 `fit` / tfmw, both one process with one core",
+    "stock_fit": "Keras 3 `fit`, both in one process with one core",
 }
 README_COLUMNS = 3
 EPOCHS = 5
