@@ -14,7 +14,7 @@ import pytest
 import tfmw as tfmw_package
 from tests.helpers.cluster import PROGRAMS, ROOT
 from tfmw.cli import main as cli
-from tfmw.cli import reports
+from tfmw.cli import program_flags, reports
 from tfmw.cluster import versions
 
 PROGRAM = str(PROGRAMS / "launch_tasks.py")
@@ -126,7 +126,7 @@ class TestSplit:
     )
     def test_options_after_the_program_belong_to_it(self, given, own, program):
         commands = cli._Parser().add_subparsers()
-        found = cli._split(given.split(), cli._run_parser(commands))
+        found = program_flags.split(given.split(), cli._run_parser(commands))
         assert found == (own.split(), program.split())
 
 
@@ -145,8 +145,10 @@ class TestSplit:
 )
 def test_options_behind_a_script_that_does_not_know_them(script, flags, found, tmp_path):
     (tmp_path / "train.py").write_text(script)
-    assert cli._passed_by_mistake([str(tmp_path / "train.py"), *flags.split()]) == found
-    assert cli._passed_by_mistake(["a.module", *flags.split()]) == []
+    own = ("--workers", "--max-restarts", "--log-dir")
+    program = [str(tmp_path / "train.py"), *flags.split()]
+    assert program_flags.passed_by_mistake(program, own) == found
+    assert program_flags.passed_by_mistake(["a.module", *flags.split()], own) == []
 
 
 def test_misplaced_options_are_named(tmp_path):

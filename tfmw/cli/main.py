@@ -24,20 +24,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import io
 import json
 import os
-import re
 import secrets
 import signal
 import sys
-import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tfmw import __version__
-from tfmw.cli import jobs
+from tfmw.cli import jobs, program_flags
 from tfmw.cluster import Cluster
 from tfmw.cluster.cluster import BACKUP_DIR, KERAS
 from tfmw.errors import UsageError
@@ -192,10 +189,10 @@ def _main(argv: list[str]) -> int:
     jobs.add_parsers(commands, _add_options)
     program: list[str] = []
     if argv[:1] in (["run"], ["submit"]):
-        own, program = _split(argv[1:], commands.choices[argv[0]])
+        own, program = program_flags.split(argv[1:], commands.choices[argv[0]])
         argv = [argv[0], *own]
     elif argv[:1] == ["check"]:
-        argv = list(map(_with_hyphens, argv))
+        argv = list(map(program_flags.with_hyphens, argv))
     options, unknown = parser.parse_known_args(argv, argparse.Namespace(program=program))
     if unknown:
         raise UsageError(_unknown_option(unknown[0], argv[0], commands.choices[argv[0]]))
@@ -295,7 +292,7 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
     run.set_defaults(main=_run, ps=0, **defaults)
     for group, options in _RUN_OPTIONS.items():
         _add_options(run.add_argument_group(group), options)
-    # `_split` finds the program; this argument is only for the help
+    # `program_flags.split` finds the program; this argument is only for the help
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     return run
 
@@ -347,58 +344,6 @@ def _hosts_of(options: argparse.Namespace) -> list[str]:
     return [host.strip() for host in options.hosts.split(",")]
 
 
-def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Splits arguments: (options of tfmw with hyphens, the program and its flags).
-
-    argparse alone would parse the program's flags as its own.
-    """
-    valued = {
-        name
-        for action in parser._actions
-        if action.nargs != 0 and action.dest != "help"
-        for name in action.option_strings
-    }
-    own: list[str] = []
-    rest = list(argv)
-    while rest:
-        if rest[0] == "--":
-            return own, rest[1:]
-        if not rest[0].startswith("-"):
-            break
-        token = rest.pop(0)
-        if token == "-m":
-            return [*own, "-m", *rest[:1]], rest
-        name, equals, value = token.partition("=")
-        name = _with_hyphens(name)
-        own.append(name + equals + value)
-        if name in valued and not equals:
-            own += rest[:1]
-            del rest[:1]
-    return own, rest
-
-
-def _passed_by_mistake(program: Sequence[str]) -> list[str]:
-    """Names of options of `tfmw run` among a script's flags that the script does not read."""
-    own = {option.split()[0] for group in _RUN_OPTIONS.values() for option in group}
-    found = [_with_hyphens(flag).partition("=")[0] for flag in program[1:]]
-    try:
-        text = Path(program[0]).read_text()
-        tokens = [token.string for token in tokenize.generate_tokens(io.StringIO(text).readline)]
-    except (OSError, IndexError, SyntaxError, UnicodeError, tokenize.TokenError):
-        return []  # a module, a folder, or no Python
-    # A name, a whole string, or, also in a comment, the flag itself: a comment on workers is none.
-    known = {token.strip("'\"").lstrip("-") for token in tokens}
-    known |= {flag.lstrip("-") for flag in re.findall(r"--[\w-]+", text)}
-    known = {name.replace("_", "-") for name in known}
-    return [name for name in found if name in own and name[2:] not in known]
-
-
-def _with_hyphens(token: str) -> str:
-    """--log_dir=a_b -> --log-dir=a_b."""
-    name, equals, value = token.partition("=")
-    return (name.replace("_", "-") if name.startswith("--") else name) + equals + value
-
-
 def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions) -> int | None:
     """Supervises this host's tasks; None if --hosts or --max-restarts is missing."""
     names = ("workers_per_host", "min_hosts", "rejoin_timeout", "rendezvous", "token_file")
@@ -436,7 +381,8 @@ def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions) -> int |
 def _run(options: argparse.Namespace) -> int:
     from tfmw.launcher.run import launch_tasks, run_here
 
-    for name in _passed_by_mistake(options.program):
+    own_flags = {option.split()[0] for group in _RUN_OPTIONS.values() for option in group}
+    for name in program_flags.passed_by_mistake(options.program, own_flags):
         say(
             f"tfmw: {options.program[0]} gets {name}, which it does not mention: options of tfmw "
             "run belong before the script"
