@@ -14,6 +14,8 @@ from tfmw.cluster.wire import NotAMember
 from tfmw.errors import UsageError
 from tfmw.launcher.engines import folder_server
 from tfmw.launcher.engines.folder_server import FolderClient, FolderServer
+from tfmw.launcher.remote.links import SealedConnection
+from tfmw.launcher.remote.messages import End, encode
 
 
 @pytest.fixture
@@ -73,11 +75,22 @@ def test_files_of_other_folders_are_refused(address: tuple[str, int], tmp_path: 
     assert secret.read_text() == "secret"
 
 
+@pytest.mark.parametrize("data", [b"null", b'{"is": "FileRequest"}', encode(End(0))])
+def test_another_message_ends_the_connection(address: tuple[str, int], data: bytes) -> None:
+    with socket.create_connection(address, 10) as peer:
+        client = SealedConnection(peer, b"token", "client", "server")
+        client.send(data)
+        with pytest.raises(ConnectionAbortedError):
+            client.receive()
+    with connected(address) as files:
+        assert files.read("absent") == b"", "others are served"
+
+
 def test_lost_connection_is_opened_again(address: tuple[str, int]) -> None:
     with connected(address) as files:
         files.write("a", None, b"1")
-        assert files._peer is not None
-        files._peer.peer.shutdown(socket.SHUT_RDWR)
+        assert files._server is not None
+        files._server.peer.shutdown(socket.SHUT_RDWR)
         with pytest.raises(BrokenPipeError):
             files.read("a")
         assert files.read("a") == b"1"

@@ -171,7 +171,7 @@ def test_unreachable_controller_is_named() -> None:
     with client.links:
         client.links.dial("controller", [("127.0.0.1", 1)], lambda _: HELLO)
         with pytest.raises(
-            TfmwError, match=r"controller at none of 127\.0\.0\.1:1 \(.*Connect call failed"
+            TfmwError, match=r"controller at none of 127\.0\.0\.1:1 \(.*Connection refused"
         ):
             wait_connected(client.events, 10, lambda: next(ticks))
 

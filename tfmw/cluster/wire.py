@@ -318,5 +318,5 @@ def _fill(peer: socket.socket, view: memoryview, deadline: float | None = None) 
             peer.settimeout(left_s)
         count = peer.recv_into(view)
         if not count:
-            raise ConnectionAbortedError("the connection was closed")
+            raise ConnectionAbortedError("the other side has closed the connection")
         view = view[count:]

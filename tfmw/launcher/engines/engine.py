@@ -133,7 +133,7 @@ class JobHandle(Protocol):
         """A file of the job from `offset` on; b"" if there is none."""
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        """Writes a file of the job; one of less than a megabyte is replaced atomically."""
+        """Replaces a file of the job, atomically."""
 
     def state(self) -> str:
         """State of a job according to the engine, if its controller has not written its last one.

@@ -5,59 +5,32 @@
     files.write("payload", 0, data)
     files.read("status.json")
 
-A request and its reply are frames with a MAC (`tfmw.launcher.remote.links`): JSON, then bytes.
+A request and its reply are messages over a `tfmw.launcher.remote.links.SealedConnection`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import os
 import socket
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
 
 from tfmw.cluster import wire
 from tfmw.errors import UsageError
 from tfmw.launcher import call
 from tfmw.launcher.engines import own_files
-from tfmw.launcher.remote.links import HEADER, Forged, Frames
+from tfmw.launcher.remote.links import SealedConnection
+from tfmw.launcher.remote.messages import FileReply, FileRequest, Malformed, decode, encode
 
 PIECE = 4 << 20
 """Bytes of a file in one message."""
 
-_LARGEST = PIECE + (1 << 16)  # bytes of one message
 _REPLY_S = 30.0  # time for the other side to reply
 
 Dial = Callable[[], socket.socket]
-
-
-class _Peer:
-    """A connection whose other side has proven the token."""
-
-    def __init__(self, peer: socket.socket, token: bytes, own: str, other: str) -> None:
-        peer.settimeout(wire.HELLO_S if own == "server" else _REPLY_S)
-        session = wire.prove(peer, token, own.encode(), other.encode())
-        self._out, self._in = Frames(session, own), Frames(session, other)
-        self.peer = peer
-
-    def send(self, head: dict[str, Any], body: bytes | memoryview = b"") -> None:
-        self.peer.sendall(self._out.seal(b"\n".join((json.dumps(head).encode(), body))))
-
-    def receive(self) -> tuple[dict[str, Any], bytes]:
-        """The next message. Raises OSError: the connection is lost, or its bytes are forged."""
-        length, mac = HEADER.unpack(wire.read(self.peer, HEADER.size))
-        if length > _LARGEST:
-            raise OSError("the message is too large")
-        try:
-            head, _, body = self._in.unseal(wire.read(self.peer, length), mac).partition(b"\n")
-        except Forged as error:
-            raise OSError(str(error)) from error
-        return json.loads(head), body
 
 
 class FolderServer:
@@ -70,42 +43,39 @@ class FolderServer:
     """
 
     def __init__(self, listener: socket.socket, token: bytes, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._token = folder, token
         self._writing = threading.Lock()
-        self._server = wire.Server(
-            listener,
-            None,
-            self._serve,
-            "tfmw-files",
-            introduce=lambda peer: _Peer(peer, token, "server", "client"),
-        )
+        self._server = wire.Server(listener, None, self._serve, "tfmw-files", self._proven)
         self.close = self._server.close
 
-    def _serve(self, peer: _Peer) -> None:
-        peer.peer.settimeout(None)
-        with contextlib.closing(peer.peer), contextlib.suppress(OSError):
-            while True:
-                request, body = peer.receive()
-                data, problem = b"", {}
-                try:
-                    data = self._reply(body, **request)
-                except (UsageError, OSError) as error:
-                    problem = {"error": str(error)}
-                peer.send(problem, data)
+    def _proven(self, peer: socket.socket) -> SealedConnection:
+        peer.settimeout(wire.HELLO_S)
+        return SealedConnection(peer, self._token, "server", "client")
 
-    def _reply(self, body: bytes, name: str, offset: int | None, write: bool) -> bytes:
+    def _serve(self, client: SealedConnection) -> None:
+        client.peer.settimeout(None)
+        with contextlib.closing(client.peer), contextlib.suppress(OSError, Malformed):
+            while isinstance(request := decode(client.receive()), FileRequest):
+                try:
+                    reply = FileReply(body=self._reply(request))
+                except (UsageError, OSError) as error:
+                    reply = FileReply(str(error))
+                client.send(encode(reply))
+
+    def _reply(self, request: FileRequest) -> bytes:
+        name, offset = request.name, request.offset
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise UsageError(f"received the file name {name!r}: expected one without a directory.")
-        if not write:
+        if not request.write:
             return own_files.read(self._folder, name, offset or 0, PIECE)
         with self._writing:
             if offset is None:
-                own_files.write(self._folder / name, body)
+                own_files.write(self._folder / name, request.body)
                 return b""
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(self._folder / name, flags, 0o600), "wb") as file:
                 file.seek(offset)
-                file.write(body)
+                file.write(request.body)
         return b""
 
 
@@ -119,7 +89,7 @@ class FolderClient:
 
     def __init__(self, token: bytes, dial: Dial) -> None:
         self._token, self._dial = token, dial
-        self._peer: _Peer | None = None
+        self._server: SealedConnection | None = None
         self._asking = threading.Lock()
 
     def __del__(self) -> None:
@@ -129,49 +99,42 @@ class FolderClient:
         """A file from `offset` on; b"" if there is none. Raises OSError."""
         found = bytearray()
         while True:
-            piece = self._ask(name=name, offset=offset + len(found), write=False)
+            piece = self._ask(FileRequest(name, offset + len(found), write=False))
             found += piece
             if len(piece) < PIECE:  # another read could be of a file that has been replaced
                 return bytes(found)
 
     def write(self, name: str, offset: int | None, data: bytes | memoryview) -> None:
         """Writes into a file at `offset`; None: replaces the file atomically. Raises OSError."""
-        self._ask(data, name=name, offset=offset, write=True)
+        self._ask(FileRequest(name, offset, write=True, body=bytes(data)))
 
     def upload(self, name: str, payload: call.Payload) -> None:
         """Writes a packed call. Raises OSError."""
         with tempfile.TemporaryFile() as file:
             call.write(payload, file)
             file.seek(0)
-            self._pieces(name, file)
-
-    def replace(self, name: str, data: bytes | memoryview) -> None:
-        """Writes a file; one that fits into a message is replaced atomically. Raises OSError."""
-        if len(data) < PIECE:
-            self.write(name, None, data)
-        else:
-            self._pieces(name, io.BytesIO(data))
-
-    def _pieces(self, name: str, file: IO[bytes]) -> None:
-        while piece := file.read(PIECE):
-            self.write(name, file.tell() - len(piece), piece)
+            while piece := file.read(PIECE):
+                self.write(name, file.tell() - len(piece), piece)
 
     def close(self) -> None:
         """Closes the connection; the next request opens another one."""
-        if self._peer is not None:
-            self._peer.peer.close()
-            self._peer = None
+        if self._server is not None:
+            self._server.peer.close()
+            self._server = None
 
-    def _ask(self, body: bytes | memoryview = b"", **request: Any) -> bytes:
+    def _ask(self, request: FileRequest) -> bytes:
         with self._asking:
             try:
-                if self._peer is None:
-                    self._peer = _Peer(self._dial(), self._token, "client", "server")
-                self._peer.send(request, body)
-                reply, data = self._peer.receive()
+                if self._server is None:
+                    peer = self._dial()
+                    peer.settimeout(_REPLY_S)
+                    self._server = SealedConnection(peer, self._token, "client", "server")
+                self._server.send(encode(request))
+                reply = decode(self._server.receive())
             except OSError:
                 self.close()
                 raise
-        if "error" in reply:
-            raise UsageError(reply["error"])
-        return data
+        assert isinstance(reply, FileReply)
+        if reply.error:
+            raise UsageError(reply.error)
+        return reply.body

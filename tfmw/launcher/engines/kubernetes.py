@@ -215,7 +215,7 @@ class KubernetesHandle:
         return "running" if pod is not None and objects.is_running(pod) else "queued"
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        self._asked(lambda: self._files.replace(name, data))
+        self._asked(lambda: self._files.write(name, None, data))
 
     def cancel(self) -> None:
         if self._asked(lambda: self._files.write(CANCEL, None, b"")) is None and not self.why:

@@ -1,4 +1,4 @@
-"""Connections between the processes of a run, in a thread: authenticated, and known to be alive.
+"""Connections between the processes of a run, with threads: authenticated, and known to be alive.
 
     links = Links(token, inbox.put, timing, listener=socket, welcome=welcome)  # of the leader
     links = Links(token, inbox.put, timing)                                    # of a member
@@ -21,37 +21,35 @@ are readable on the network, but hold no secret.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
+import functools
 import hmac
+import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable, Coroutine, Hashable, Iterable
+import time
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, Self
 
 from tfmw.cluster import wire
-from tfmw.errors import TfmwError
 from tfmw.launcher.remote import messages
 from tfmw.launcher.remote.messages import Message
 
-LARGEST = 1 << 18
-"""Bytes of one frame."""
-
-HEADER = struct.Struct("!I32s")
-"""The header of each frame: its length and its MAC."""
-
 CLOSED = "it closes the connection"
+
+_LARGEST = 1 << 18  # bytes of one frame
+_PIECE = _LARGEST - 1  # bytes of a message in one frame, after the mark whether more follow
+_HEADER = struct.Struct("!I32s")  # length and MAC of a frame
 _RETRY_S = 0.1
 _CLOSE_S = 1.0  # time for the other sides to read the end of the stream
-_PIECE = LARGEST - 1  # bytes of a message in one frame, after the mark whether more follow
 
 Post = Callable[[tuple[Any, ...]], None]
 Address = tuple[str, int]
 
 
-class Forged(TfmwError):
+class Forged(OSError):
     """Error for a frame that does not come from a holder of the token, or is out of order."""
 
 
@@ -66,7 +64,7 @@ class Frames:
 
     Args:
         key: key of the connection; see `wire.Proof`.
-        sender: "server" or "client".
+        sender: the role of the side that sends, such as "server".
     """
 
     key: bytes
@@ -75,7 +73,7 @@ class Frames:
 
     def seal(self, message: bytes) -> bytes:
         """Seals the next frame."""
-        return HEADER.pack(len(message), self._mac(message)) + message
+        return _HEADER.pack(len(message), self._mac(message)) + message
 
     def unseal(self, message: bytes, mac: bytes) -> bytes:
         """The message. Raises Forged unless it is the next one of that side."""
@@ -90,6 +88,52 @@ class Frames:
         return mac
 
 
+class SealedConnection:
+    """Messages of any length, to a process that has proven the token.
+
+    Args:
+        peer: a connected socket, which is closed after an error; its timeout is the time for the
+            proof.
+        token: the secret of both sides.
+        own: role of this side, such as "server".
+        other: role of the other side.
+
+    Raises:
+        OSError: the other side is lost, or does not know the token.
+    """
+
+    def __init__(self, peer: socket.socket, token: bytes, own: str, other: str) -> None:
+        key = wire.prove(peer, token, own.encode(), other.encode())
+        self._sent, self._received = Frames(key, own), Frames(key, other)
+        self.peer = peer
+
+    def send(self, data: bytes) -> None:
+        """Sends a message, or b"" as a heartbeat. Raises OSError."""
+        for at in range(0, max(len(data), 1), _PIECE):
+            mark = bytes([at + _PIECE < len(data)]) if data else b""
+            self.peer.sendall(self._sent.seal(mark + data[at : at + _PIECE]))
+
+    def receive(self) -> bytes:
+        """The next message, or b"". Raises OSError: it is lost, or the bytes are forged."""
+        pieces: list[bytes] = []
+        more = True
+        while more:
+            length, mac = _HEADER.unpack(wire.read(self.peer, _HEADER.size))
+            if length > _LARGEST:
+                raise Forged(f"a frame of {length} bytes")
+            frame = self._received.unseal(wire.read(self.peer, length), mac)
+            if not frame:
+                return b""
+            more = bool(frame[0])
+            pieces.append(frame[1:])
+        return b"".join(pieces)
+
+    def end(self, how: int = socket.SHUT_RDWR) -> None:
+        """Ends the connection, also for a thread that waits for its bytes."""
+        with contextlib.suppress(OSError):
+            self.peer.shutdown(how)
+
+
 class Timing(NamedTuple):
     """Time limits of connections, in seconds."""
 
@@ -98,96 +142,66 @@ class Timing(NamedTuple):
     hello_s: float  # time in which a new connection must prove the token
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class _Link:
-    """One authenticated connection, of either direction; used in the thread of its `Links`."""
+    """A connection with heartbeats: `serve` reads, and a thread of its own sends."""
 
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    key: bytes
-    side: str
-    timing: Timing
+    def __init__(self, connection: SealedConnection, timing: Timing) -> None:
+        self._connection, self._timing = connection, timing
+        self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._given = self._sent = 0  # bytes
+        self.ended = threading.Event()
+        self.abort = connection.end
 
-    def __post_init__(self) -> None:
-        self._sent = Frames(self.key, self.side)
-        self._received = Frames(self.key, "client" if self.side == "server" else "server")
-        self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._writing: asyncio.Future[None] | None = None
-        self.backlog = 0
+    @property
+    def backlog(self) -> int:
         """Number of bytes that are not sent yet."""
+        return self._given - self._sent
 
     def send(self, data: bytes) -> None:
-        """Sends a message, or b"" as a heartbeat, without waiting, in order."""
-        if self._writing is None:
-            self._writing = asyncio.ensure_future(self._write())
-        self.backlog += len(data)
-        self._unsent.put_nowait(data)
+        """Sends a message without waiting, in order."""
+        self._given += len(data)
+        self._unsent.put(data)
 
     def close(self) -> None:
         """Closes the connection, after pending data is sent."""
-        self._unsent.put_nowait(None)
+        self._unsent.put(None)
 
-    async def receive(self) -> bytes:
-        """The next message, or b"". Raises OSError, Forged, or EOFError at the end."""
-        pieces: list[bytes] = []
-        more = True
-        while more:
-            async with asyncio.timeout(self.timing.silence_s):
-                header = await self.reader.readexactly(HEADER.size)
-                length, mac = HEADER.unpack(header)
-                if length > LARGEST:
-                    raise Forged(f"a frame of {length} bytes")
-                frame = self._received.unseal(await self.reader.readexactly(length), mac)
-            if not frame:
-                return b""
-            more = bool(frame[0])
-            pieces.append(frame[1:])
-        return b"".join(pieces)
-
-    async def serve(self, received: Callable[[Message], None]) -> str:
+    def serve(self, received: Callable[[Message], None]) -> str:
         """Passes on messages until the connection is lost; returns the reason."""
+        self._connection.peer.settimeout(self._timing.silence_s)
+        writer = threading.Thread(target=self._write, name="tfmw-send", daemon=True)
+        writer.start()
         try:
             while True:
-                if data := await self.receive():
+                if data := self._connection.receive():
                     received(messages.decode(data))
         except TimeoutError:
-            self.writer.transport.abort()
-            return f"no sign of life for {self.timing.silence_s:g} s"
-        except EOFError:
-            return "the other side has closed the connection"
-        except (Forged, messages.Malformed) as error:
-            return str(error)
-        except OSError as error:
-            return error.strerror or str(error)
+            return f"no sign of life for {self._timing.silence_s:g} s"
+        except (OSError, messages.Malformed) as error:
+            return getattr(error, "strerror", None) or str(error)
         finally:
-            self.cancel()
-            self.writer.close()
+            self.abort()
+            self.close()
+            writer.join()
+            self._connection.peer.close()
+            self.ended.set()
 
-    def cancel(self) -> None:
-        """Stops sending."""
-        if self._writing is not None:
-            self._writing.cancel()
-
-    async def _write(self) -> None:
+    def _write(self) -> None:
         """Sends pending data, and heartbeats in between, until `close`."""
         try:
-            while (data := await self._next()) is not None:
-                for at in range(0, max(len(data), 1), _PIECE):
-                    mark = bytes([at + _PIECE < len(data)]) if data else b""
-                    self.writer.write(self._sent.seal(mark + data[at : at + _PIECE]))
-                    async with asyncio.timeout(self.timing.silence_s):
-                        await self.writer.drain()
-                self.backlog -= len(data)
+            while (data := self._next()) is not None:
+                self._connection.send(data)
+                self._sent += len(data)
             # This side still reads: otherwise the other one gets a reset, and loses this data.
-            self.writer.write_eof()
+            self._connection.end(socket.SHUT_WR)
         except OSError:  # the other side reads nothing, or is gone: `serve` ends
-            self.writer.transport.abort()
+            self.abort()
 
-    async def _next(self) -> bytes | None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.timing.beat_s):
-                return await self._unsent.get()
-        return b""
+    def _next(self) -> bytes | None:
+        try:
+            return self._unsent.get(timeout=self._timing.beat_s)
+        except queue.Empty:
+            return b""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -195,7 +209,7 @@ class Links:
     """All connections of one process."""
 
     token: bytes  # the secret of all processes of the run
-    post: Post  # called, in a thread of its own, with (name of the event, its arguments...)
+    post: Post  # called, in any thread, with (name of the event, its arguments...)
     timing: Timing
     listener: socket.socket | None = None  # socket for members; closed at the end
     # Returns the later name of a member from its hello, or raises ValueError. An earlier connection
@@ -205,27 +219,28 @@ class Links:
     def __post_init__(self) -> None:
         self._members: dict[Hashable, _Link] = {}
         self._leader: _Link | None = None
-        self._dialing: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._dialing: object = None  # of the last call of `dial`; None: no connection is wanted
         self._closing = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="tfmw-links", daemon=True)
+        self._changing = threading.Lock()
 
     def __enter__(self) -> Self:
-        self._thread.start()
         if self.listener is not None:
-            own = self._accepted, "tfmw-accept", self._introduce
-            self._server = wire.Server(self.listener, None, *own)
+            prove = functools.partial(self._proven, own="server", other="member")
+            self._server = wire.Server(self.listener, None, self._accept, "tfmw-accept", prove)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.listener is not None:
             self._server.close()
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    # ---- for other threads -----------------------------------------------------------------------
+        with self._changing:
+            self._closing, self._dialing = True, None
+            links = [*self._members.values(), *([self._leader] if self._leader else [])]
+            for link in links:
+                link.close()
+        deadline = time.monotonic() + _CLOSE_S
+        for link in links:
+            link.ended.wait(max(0.0, deadline - time.monotonic()))
+            link.abort()
 
     @property
     def backlog(self) -> int:
@@ -248,152 +263,124 @@ class Links:
             hello: returns the first message, for this side's address.
             local: this side's address.
         """
-        self._loop.call_soon_threadsafe(self._dial, name, list(addresses), hello, local)
+        with self._changing:
+            if self._leader is not None:
+                self._leader.abort()
+            self._leader = self._dialing = None
+            if name is not None:
+                self._dialing = object()
+                how = self._dialing, name, list(addresses), hello, local
+                threading.Thread(target=self._stay_connected, args=how, daemon=True).start()
 
     def to_leader(self, message: Message) -> None:
         """Sends a message to the process that was dialed."""
-        self._loop.call_soon_threadsafe(self._send, lambda: self._leader, messages.encode(message))
+        self._send(self._leader, message)
 
     def to_member(self, name: Hashable, message: Message) -> None:
         """Sends a message to a process that has connected to this one."""
-        data = messages.encode(message)
-        self._loop.call_soon_threadsafe(self._send, lambda: self._members.get(name), data)
+        self._send(self._members.get(name), message)
 
     def drop(self, name: Hashable | None) -> None:
         """Closes the connection of a member; None: those of all."""
-
-        def close() -> None:
+        with self._changing:
             for member, link in self._members.items():
                 if name in (None, member):
                     link.close()
 
-        self._loop.call_soon_threadsafe(close)
+    def _send(self, link: _Link | None, message: Message) -> None:
+        if link is not None:
+            link.send(messages.encode(message))
 
-    # ---- in the thread ---------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
-
-    def _send(self, find: Callable[[], _Link | None], data: bytes) -> None:
-        if (link := find()) is not None:
-            link.send(data)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _close(self) -> None:
-        self._closing = True
-        for link in [*self._members.values(), *([self._leader] if self._leader else [])]:
-            link.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_S):
-                while self._members or self._leader:
-                    await asyncio.sleep(0.01)
-        for task in (tasks := list(self._tasks)):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _introduce(self, peer: socket.socket) -> tuple[socket.socket, bytes]:
-        """Returns the peer, which has proven the token, and the connection's key; in a thread."""
+    def _proven(self, peer: socket.socket, own: str, other: str) -> SealedConnection:
         peer.settimeout(self.timing.hello_s)
-        return peer, wire.prove(peer, self.token, b"server", b"member")
+        return SealedConnection(peer, self.token, own, other)
 
-    def _accepted(self, proven: tuple[socket.socket, bytes]) -> None:
+    def _accept(self, connection: SealedConnection) -> None:
+        """Serves a member, in a thread of its own."""
+        link = _Link(connection, self.timing)
         try:
-            self._loop.call_soon_threadsafe(lambda: self._start(self._accept(*proven)))
-        except RuntimeError:  # it has ended meanwhile
-            proven[0].close()
-
-    async def _accept(self, connection: socket.socket, key: bytes) -> None:
-        reader, writer = await asyncio.open_connection(sock=connection, limit=LARGEST)
-        link = _Link(reader, writer, key, "server", self.timing)
-        try:
-            async with asyncio.timeout(self.timing.hello_s):
-                hello = messages.decode(await link.receive())
-                name = self.welcome(hello)
-        except (OSError, EOFError, ValueError, Forged):
-            writer.transport.abort()
+            hello = messages.decode(connection.receive())
+            name = self.welcome(hello)
+        except (OSError, ValueError):
+            connection.peer.close()
             return
         link.send(b"")  # proves that this side knows the token, too
-        before = self._members.pop(name, None)
-        if before is not None:
-            before.close()
-            self.post(("member_lost", name, "it has connected again"))
-        self._members[name] = link
-        self.post(("member_connected", name))
-        self.post(("from_member", name, hello))
-        why = await link.serve(lambda message: self.post(("from_member", name, message)))
-        if self._members.get(name) is link:
-            del self._members[name]
-            self.post(("member_lost", name, why))
 
-    def _dial(self, name: Hashable, *how: Any) -> None:
-        if self._dialing is not None:
-            self._dialing.cancel()
-            self._dialing = self._leader = None
-        if name is not None:
-            self._dialing = self._start(self._stay_connected(name, *how))
+        def post(event: str, *what: Any) -> None:
+            with self._changing:
+                if self._members.get(name) is link:
+                    self.post((event, name, *what))
 
-    async def _stay_connected(
+        with self._changing:
+            if self._closing:
+                connection.peer.close()
+                return
+            if (before := self._members.get(name)) is not None:
+                before.close()
+                self.post(("member_lost", name, "it has connected again"))
+            self._members[name] = link
+        post("member_connected")
+        post("from_member", hello)
+        post("member_lost", link.serve(lambda message: post("from_member", message)))
+        with self._changing:
+            if self._members.get(name) is link:
+                del self._members[name]
+
+    def _stay_connected(
         self,
+        dialing: object,
         name: Hashable,
         addresses: list[Address],
         hello: Callable[[str], Message],
         local: Address | None,
     ) -> None:
+        """Connects to the leader whenever it is not connected, in a thread of its own."""
+
+        def post(*event: Any, leader: _Link | None) -> None:
+            with self._changing:
+                if self._dialing is dialing:
+                    self._leader = leader
+                    self.post(event)
+
         failures = 0
-        while not self._closing:
+        while self._dialing is dialing:
             problems = {}
             for address in addresses:
                 try:
-                    link = await self._connect(address, hello, local)
-                except (OSError, EOFError, Forged) as error:
+                    link = self._connect(address, hello, local)
+                except OSError as error:
                     problems[address] = self._why_not(error)
                     continue
-                failures, self._leader = 0, link
-                self.post(("leader_connected", name))
-                why = await link.serve(lambda message: self.post(("from_leader", message)))
-                self._leader = None
-                self.post(("leader_lost", name, why))
+                failures = 0
+                post("leader_connected", name, leader=link)
+                if self._dialing is not dialing:
+                    link.abort()
+                why = link.serve(functools.partial(post, "from_leader", leader=link))
+                post("leader_lost", name, why, leader=None)
                 break
             else:
                 failures += 1
-                self.post(("not_connected", name, failures, problems))
-            await asyncio.sleep(_RETRY_S)
+                post("not_connected", name, failures, problems, leader=None)
+            time.sleep(_RETRY_S)
 
-    async def _connect(
+    def _connect(
         self, address: Address, hello: Callable[[str], Message], local: Address | None
     ) -> _Link:
         """A connection to a process that knows the token."""
-        async with asyncio.timeout(self.timing.hello_s):
-            reader, writer = await asyncio.open_connection(
-                *address, local_addr=local, limit=LARGEST
-            )
-            link = None
-            try:
-                proof = wire.Proof(self.token, b"member", b"server")
-                writer.write(proof.nonce)
-                writer.write(proof.of(await reader.readexactly(wire.NONCE_BYTES)))
-                key = proof.check(await reader.readexactly(wire.PROOF_BYTES))
-                link = _Link(reader, writer, key, "client", self.timing)
-                own: str = writer.get_extra_info("sockname")[0]
-                link.send(messages.encode(hello(own.removeprefix("::ffff:"))))
-                await link.receive()
-            except BaseException:
-                if link is not None:
-                    link.cancel()
-                writer.transport.abort()
-                raise
-            return link
+        peer = socket.create_connection(address, self.timing.hello_s, local)
+        connection = self._proven(peer, own="member", other="server")
+        try:
+            own: str = peer.getsockname()[0]
+            connection.send(messages.encode(hello(own.removeprefix("::ffff:"))))
+            connection.receive()
+        except BaseException:
+            peer.close()
+            raise
+        return _Link(connection, self.timing)
 
-    def _why_not(self, error: Exception) -> str:
-        if isinstance(error, (EOFError, wire.NotAMember)):
+    def _why_not(self, error: OSError) -> str:
+        if isinstance(error, (ConnectionAbortedError, wire.NotAMember)):
             return CLOSED
         if isinstance(error, TimeoutError):
             return f"no response within {self.timing.hello_s:g} s"
-        return str(error)
+        return error.strerror or str(error)

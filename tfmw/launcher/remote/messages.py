@@ -213,6 +213,27 @@ class StepReached:
     division: Division | None = None
 
 
+# ---- of a job's files --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class FileRequest:
+    """Request to read a part of a file, or to write it; without `offset`, the whole file."""
+
+    name: str
+    offset: int | None
+    write: bool
+    body: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True)
+class FileReply:
+    """The part of the file, or the reason why there is none."""
+
+    error: str = ""
+    body: bytes = b""
+
+
 FromMember = Join | Ready | Ended | RestartRequest | Leaving
 FromLeader = Start | RestartReply | End | Leave | Over | Refused
 FromAgent = (
@@ -227,7 +248,7 @@ FromAgent = (
     | Ended
 )
 FromController = Setup | BackupFiles | Start | Call | RestartReply | End | Leave | Refused
-Message = HostHello | FromMember | FromLeader | FromAgent | FromController
+Message = HostHello | FromMember | FromLeader | FromAgent | FromController | FileRequest | FileReply
 
 _BY_NAME: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 
