@@ -107,19 +107,24 @@ def saves_and_waits(folder: str) -> str:
 
 
 def in_its_role(folder: str) -> str:
-    """Worker 0, the evaluator and the server are killed, in this order; then all return."""
+    """Worker 0, the evaluator, the server and the chief are killed, in this order; all return."""
     name = os.environ["TFMW_TASK"]
     Path(folder, f"{name} {os.environ['TFMW_ATTEMPT']} {os.getpid()}").touch()
 
     def starts(task: str) -> int:
         return len(list(Path(folder).glob(f"{task} *")))
 
-    dies_after = {"worker 0": "chief", "evaluator": "worker 0", "ps 0": "evaluator"}.get(name)
-    if dies_after and starts(name) == 1:
-        wait_for(lambda: starts(dies_after) == (1 if dies_after == "chief" else 2))
+    start, after, its_start = {  # the start that ends so, and the other task's that comes before
+        "worker 0": (1, "chief", 1),
+        "evaluator": (1, "worker 0", 2),
+        "ps 0": (1, "evaluator", 2),
+        "chief": (2, "ps 0", 2),
+    }[name]
+    if starts(name) == start:
+        wait_for(lambda: starts(after) == its_start)
         os.kill(os.getpid(), signal.SIGKILL)
     if name in ("chief", "evaluator"):
-        wait_for(lambda: starts("ps 0") == 2)
+        wait_for(lambda: starts("chief") == starts("ps 0") == 3)
         Path(folder, f"done {name}").touch()
     wait_for(Path(folder, "done chief").exists)
     return name
@@ -135,6 +140,18 @@ def wait_for(condition: Any, timeout_s: float = TIMEOUT_S) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def process_of(*words: str) -> int:
+    """The only process that has these words in its command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            command = path.read_text().replace("\0", " ")
+            if all(word in command for word in words):
+                found.append(int(path.parent.name))
+    (pid,) = found
+    return pid
 
 
 def ancestor(pid: int, program: str) -> int:
@@ -270,25 +287,26 @@ class Contract:
         return engine
 
     def test_every_role(self, engine: Engine, tmp_path: Path) -> None:
-        """A worker and an evaluator restart alone, a server with all; servers have no result."""
+        """A worker and an evaluator restart alone, the others with all; servers have no result."""
         job = tfmw.submit(
             in_its_role,
             (str(tmp_path),),
             1,
             on=self.roomy(engine),
             env=PLAIN,
-            max_restarts=3,
+            max_restarts=4,
             ps=1,
             evaluator=True,
         )
         assert job.result(TIMEOUT_S) == ["chief", "evaluator"]
         details = job.details()
         assert details["tasks"] == ["chief", "worker 0", "ps 0", "evaluator"]
-        assert (details["attempt"], details["restarts"]) == (1, 3)
+        assert (details["attempt"], details["restarts"]) == (2, 4)
         logs = job.logs()
-        assert "tfmw: restart 1 of 3 at once, of worker 0 alone: it failed" in logs
-        assert "tfmw: restart 2 of 3 at once, of evaluator alone: it failed" in logs
-        assert re.search("tfmw: restart 3 of 3 .*: ps 0 on .* failed in attempt 0", logs)
+        assert "tfmw: restart 1 of 4 at once, of worker 0 alone: it failed" in logs
+        assert "tfmw: restart 2 of 4 at once, of evaluator alone: it failed" in logs
+        assert re.search("tfmw: restart 3 of 4 .*: ps 0 on .* failed in attempt 0", logs)
+        assert re.search("tfmw: restart 4 of 4 .*: chief on .* failed in attempt 1", logs)
         job.forget()
 
     @pytest.mark.nightly
@@ -426,6 +444,42 @@ class Contract:
         thread.join()
         assert_equal((history, model), fit_on_two_workers)
         assert re.search(r"\[worker 0 on \S+\] .*restored step \d+ from", capsys.readouterr().out)
+
+
+class HasController:
+    """A job whose controller is a process of its own, beside the one that submitted the job.
+
+    Attributes:
+        lost: pattern of the reason that the job has once its controller was killed.
+        forgets: whether the engine forgets such a job, so that nobody can attach to it.
+    """
+
+    lost: str
+    forgets = False
+
+    def controller(self, engine: Engine, job: Job) -> int:
+        """The process that controls a job."""
+        raise NotImplementedError
+
+    def test_killed_controller_takes_its_tasks_with_it(
+        self, engine: Engine, tmp_path: Path
+    ) -> None:
+        mark = uuid.uuid4().hex
+        env = {**PLAIN, MARK: mark}
+        job = tfmw.submit(runs_forever, (str(tmp_path),), on=engine, env=env, max_restarts=1)
+        wait_for(lambda: len(list(tmp_path.glob("up_*"))) == 2)
+        tasks = list(marked(mark))
+        os.kill(self.controller(engine, job), signal.SIGKILL)
+        assert wait_gone(tasks, timeout_s=30) == []
+        assert job.wait(TIMEOUT_S) == "lost"
+        with pytest.raises(TaskFailed, match=f"has no result: {self.lost}"):
+            job.result()
+        if self.forgets:
+            with pytest.raises(UsageError, match="there is no job"):
+                tfmw.attach(job.id, on=engine)
+        else:
+            assert tfmw.attach(job.id, on=engine).status() == "lost"
+        job.forget()
 
 
 class FromAShell:

@@ -23,10 +23,12 @@ from tests.engines.contract import (
     TIMEOUT_S,
     Contract,
     FromAShell,
+    HasController,
     ancestor,
     doubled,
     marked_copy,
     meet,
+    process_of,
     rank,
     runs_forever,
     shell,
@@ -35,7 +37,7 @@ from tests.engines.contract import (
 from tests.helpers.cluster import PYTHONPATH
 from tests.helpers.fake_kubernetes import FakeKubernetes
 from tfmw.cluster.signals import LEAVE
-from tfmw.engines import Engine, Kubernetes
+from tfmw.engines import Engine, Job, Kubernetes
 from tfmw.errors import PREEMPTED, TaskFailed, UsageError
 from tfmw.launcher.engines import kubernetes, kubernetes_api
 
@@ -57,10 +59,11 @@ def engine(cluster: FakeKubernetes) -> Kubernetes:
     return Kubernetes(image="tfmw:test", python=sys.executable, grace_s=20)
 
 
-class TestKubernetes(FromAShell, Contract):
+class TestKubernetes(FromAShell, HasController, Contract):
     setting = "python"
     place = r"Job tfmw-\w+ in the namespace training"
     host = "tfmw.launcher.engines.kubernetes_tasks"
+    lost = r"its controller is gone: its container has ended: SIGKILL"
     test_fit_equals_that_of_two_workers = marked_copy(
         Contract.test_fit_equals_that_of_two_workers, pytest.mark.nightly
     )
@@ -74,6 +77,10 @@ class TestKubernetes(FromAShell, Contract):
     def environment(self, engine: Engine, home: Path) -> dict[str, str]:
         first = os.path.dirname(sys.executable)
         return {kubernetes.IMAGE: "tfmw:test", "PATH": f"{first}{os.pathsep}{os.environ['PATH']}"}
+
+    def controller(self, engine: Engine, job: Job) -> int:
+        number = job.id.partition(":")[2]
+        return process_of("-m tfmw.launcher.engines.kubernetes_tasks control", number)
 
     @contextlib.contextmanager
     def tasks_that_find(self, engine: Engine, path: Path) -> Iterator[Engine]:

@@ -6,17 +6,24 @@ import contextlib
 import errno
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tfmw
-from tests.engines.contract import TIMEOUT_S, Contract, doubled, runs_forever, shell, wait_for
+from tests.engines.contract import (
+    TIMEOUT_S,
+    Contract,
+    HasController,
+    doubled,
+    runs_forever,
+    shell,
+    wait_for,
+)
 from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked, wait_gone
-from tfmw.engines import Engine, Local
-from tfmw.errors import TaskFailed, UsageError
+from tfmw.engines import Engine, Job, Local
+from tfmw.errors import UsageError
 from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.engine import JobHandle
 from tfmw.launcher.engines.standing_calls import CALLER, SILENCE_S, Calls
@@ -29,21 +36,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Local(directory=tmp_path_factory.mktemp("jobs"))
 
 
-class TestLocal(Contract):
+class TestLocal(HasController, Contract):
     test_fit_equals_that_of_two_workers = None  # it is that
     test_fit_equals_that_of_two_workers_though_a_host_is_lost = None
+    lost = r"local job \w+ was lost"
 
-    def test_killed_controller_takes_its_tasks_with_it(self, engine: Local, tmp_path: Path) -> None:
-        mark = os.urandom(8).hex()
-        job = self.submit(engine, runs_forever, str(tmp_path), env={MARK: mark})
-        wait_for(lambda: len(list(tmp_path.glob("up_*"))) == 2)
-        tasks = list(marked(mark))
-        controller = int((engine.folder(job.id.partition(":")[2]) / "pid").read_text())
-        os.kill(controller, signal.SIGKILL)
-        assert wait_gone(tasks, timeout_s=30) == []
-        assert job.wait(TIMEOUT_S) == "lost"
-        with pytest.raises(TaskFailed, match=r"has no result: local job \w+ was lost"):
-            job.result()
+    def controller(self, engine: Engine, job: Job) -> int:
+        assert isinstance(engine, Local)
+        return int((engine.folder(job.id.partition(":")[2]) / "pid").read_text())
 
 
 @pytest.mark.nightly

@@ -26,6 +26,7 @@ from tests.engines.contract import (
     TIMEOUT_S,
     Contract,
     FromAShell,
+    HasController,
     runs_forever,
     shell,
     wait_for,
@@ -38,7 +39,7 @@ from tfmw.errors import PREEMPTED, TaskFailed, UsageError
 from tfmw.launcher import call
 from tfmw.launcher.engines import job as jobs
 from tfmw.launcher.engines import ray as ray_engine
-from tfmw.launcher.engines.ray import RayHandle, RayTasks
+from tfmw.launcher.engines.ray import NAMESPACE, RayHandle, RayTasks
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -89,15 +90,24 @@ def nothing_is_left() -> bool:
     return free and not actors and all(group["state"] == "REMOVED" for group in groups)
 
 
-class TestRay(FromAShell, Contract):
+class TestRay(FromAShell, HasController, Contract):
     setting = "address"
     place = r"job ray:\w+ on the Ray cluster at \S+:\d+"
     host = "ray::_TaskActor"
+    lost = r"its controller on the cluster was lost: "
+    forgets = True
     pytestmark = pytest.mark.nightly  # `make test` has Slurm's
 
     def environment(self, engine: Engine, home: Path) -> dict[str, str]:
         assert isinstance(engine, Ray)
         return {"RAY_ADDRESS": str(engine.address)}
+
+    def controller(self, engine: Engine, job: Job) -> int:
+        import ray
+
+        actor = ray.get_actor(job.id.partition(":")[2], namespace=NAMESPACE)
+        pid: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+        return pid
 
     @contextlib.contextmanager
     def tasks_that_find(self, engine: Engine, path: Path) -> Iterator[Engine]:

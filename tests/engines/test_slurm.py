@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,17 @@ from tests.engines.contract import (
     TIMEOUT_S,
     Contract,
     FromAShell,
+    HasController,
     marked_copy,
     meet,
+    process_of,
     runs_forever,
     wait_for,
 )
+from tests.helpers.cluster import MARK, marked, wait_gone
 from tests.helpers.slurm import NODES, OneMachine
 from tfmw.cluster.signals import LEAVE
-from tfmw.engines import Job, Slurm
+from tfmw.engines import Engine, Job, Slurm
 from tfmw.errors import PREEMPTED, TaskFailed, UsageError
 from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines import slurm as slurm_engine
@@ -67,9 +71,10 @@ def needs_two(folder: str) -> int:
     return 2
 
 
-class TestSlurm(FromAShell, Contract):
+class TestSlurm(FromAShell, HasController, Contract):
     setting = "directory"
     place = r"Slurm job \d+, its files in "
+    lost = r"Slurm ended job \d+: FAILED"
     test_fit_equals_that_of_two_workers = marked_copy(  # a minute of both cores
         Contract.test_fit_equals_that_of_two_workers, pytest.mark.nightly
     )
@@ -83,6 +88,11 @@ class TestSlurm(FromAShell, Contract):
         self.slurm.lose(NODES[1])
         wait_for(lambda: job.status() == "queued")
         self.slurm.bring_back(NODES[1])
+
+    def controller(self, engine: Engine, job: Job) -> int:
+        assert isinstance(engine, Slurm)
+        folder = (engine.root / job.id.partition(":")[2]).resolve()
+        return process_of("-m tfmw.launcher.engines.slurm control", str(folder))
 
     def test_queue_is_as_slurm_has_it(
         self, slurm: OneMachine, engine: Slurm, tmp_path: Path
@@ -101,6 +111,19 @@ class TestSlurm(FromAShell, Contract):
         assert waiting.status() == "cancelled"
         job.cancel()
         wait_for(lambda: not slurm.run("squeue", "--noheader").stdout.strip())
+
+    def test_scancel_ends_a_job_with_its_controller(
+        self, slurm: OneMachine, engine: Slurm, tmp_path: Path
+    ) -> None:
+        mark = uuid.uuid4().hex
+        job = self.submit(engine, runs_forever, str(tmp_path), env={MARK: mark}, max_restarts=1)
+        wait_for(lambda: len(list(tmp_path.glob("up_*"))) == 2)
+        tasks = list(marked(mark))
+        assert slurm.run("scancel", job.id.partition(":")[2]).returncode == 0
+        assert wait_gone(tasks, timeout_s=30) == []
+        assert job.wait(TIMEOUT_S) == "cancelled"
+        assert tfmw.attach(job.id, on=engine).status() == "cancelled"
+        job.forget()
 
     @pytest.mark.nightly
     def test_job_is_queued_again_once_its_tasks_have_saved_their_state(
