@@ -144,18 +144,18 @@ def test_all_get_the_cluster_and_their_place_on_their_host() -> None:
     assert world.tasks.started is not None
     assert (world.tasks.started[1].hosts, world.tasks.started[1].port) == (("h0",), 4000)
     world.begun()
-    (setup, start), (_, other) = (world.sent(rank)[-2:] for rank in (0, 1))
+    setup, other = (world.sent(rank)[-1] for rank in (0, 1))
     assert isinstance(setup, Setup)
     own = {"TFMW_LOCAL_TASKS": "1", "TFMW_LOCAL_RANK": "0"}
     assert (setup.own_env, setup.env) == (own, {"A": "b"})
     cluster: dict[str, tuple[str, ...]] = {"worker": ("10.0.0.0:5000", "10.0.0.1:5001")}
-    assert start == Start("", 3, (0, 1), cluster, (("worker", 0),))
-    assert other == Start("", 3, (0, 1), cluster, (("worker", 1),))
+    assert setup.start == Start("", 3, (0, 1), cluster, (("worker", 0),))
+    assert other.start == Start("", 3, (0, 1), cluster, (("worker", 1),))
 
     together = World()
     together.hello(0)
     together.hello(1, address="10.0.0.0")
-    assert together.sent(1)[-2].own_env == {"TFMW_LOCAL_TASKS": "2", "TFMW_LOCAL_RANK": "1"}
+    assert together.sent(1)[-1].own_env == {"TFMW_LOCAL_TASKS": "2", "TFMW_LOCAL_RANK": "1"}
 
 
 def test_every_role_has_its_place_in_the_cluster() -> None:
@@ -163,9 +163,7 @@ def test_every_role_has_its_place_in_the_cluster() -> None:
     assert world.tasks.started is not None
     layout = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("evaluator", 0)]
     assert world.tasks.started[0] == layout
-    setups = [world.sent(rank)[-2] for rank in range(5)]
-    starts = [world.sent(rank)[-1] for rank in range(5)]
-    assert [setup.task for setup in setups] == layout
+    starts = [world.sent(rank)[-1].start for rank in range(5)]
     assert [start.tasks for start in starts] == [(task,) for task in layout]
     assert (
         starts[0].cluster

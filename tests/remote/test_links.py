@@ -200,7 +200,7 @@ MESSAGES = [
         ("call",),
         RunOptions(preempt_grace_s=1),
         {},
-        ("ps", 1),
+        Start("", 2, (0,), {}, (("ps", 1),)),
         {"A": "b"},
         "/a",
         False,

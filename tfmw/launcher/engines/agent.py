@@ -22,7 +22,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,16 +115,14 @@ class _Agent:
                 lambda address: messages.AgentHello(*own, address, port, common_versions()),
             )
             wait_connected(self.inbox)
-            tasks: TasksOfOneMachine | None = None
             while (message := self._next()) is not None:
                 match message:
                     case messages.BackupFiles(body=body):
                         self.sent_backup = str(self.backups / unpack(body, self.backups))
-                    case messages.Setup():
-                        tasks = self._set_up(message)
-                    case messages.Start() if tasks is not None:
+                    case messages.Setup(start=messages.Start() as start):
+                        tasks = self._set_up(message, start.tasks)
                         ports.close()
-                        tasks.do(message)
+                        tasks.do(start)
                         self._watch(tasks)
                         return
                     case messages.End() | messages.Refused():
@@ -138,7 +136,9 @@ class _Agent:
 
     # ---- before the start ------------------------------------------------------------------------
 
-    def _set_up(self, setup: messages.Setup) -> TasksOfOneMachine:
+    def _set_up(
+        self, setup: messages.Setup, layout: Sequence[tuple[str, int]]
+    ) -> TasksOfOneMachine:
         with contextlib.suppress(OSError):
             self.stack.enter_context(contextlib.chdir(setup.folder))
         os.environ["COLUMNS"] = str(setup.columns)  # a task's terminal gets this width
@@ -153,13 +153,13 @@ class _Agent:
             command[1] = str(script)
         payload = self.payload() if command[0] == "call" and not setup.stays else None
         context = AttemptContext(
-            run=LocalRun(command, [setup.task], setup.options, payload=payload, stays=setup.stays),
+            run=LocalRun(command, layout, setup.options, payload=payload, stays=setup.stays),
             directory=self.folder / "run",
             status=RunStatus(self.folder / "run", command),  # the job shows it
             env=task_environment({**environ, **setup.env}, setup.live),
             spawner=self.stack.enter_context(Spawner()),
             display=_Forward(self.links),
-            live=task_name(*setup.task) if setup.live else None,
+            live=task_name(*layout[0]) if setup.live else None,
             stop=Signals(),  # the agent gets the signals, not the attempt
         )
         tasks = TasksOfOneMachine(context, env=setup.own_env, settle_s=SETTLE_S)

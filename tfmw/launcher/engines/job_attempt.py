@@ -189,18 +189,17 @@ class JobAttempt:
                 "TFMW_LOCAL_TASKS": str(len(here)),
                 "TFMW_LOCAL_RANK": str(here.index(rank)),
             }
-            live, task = spec.setup.live and rank == 0, self.layout[rank]
-            setup = dataclasses.replace(spec.setup, task=task, own_env=own_env, live=live)
-            self._send(rank, setup)
             start = messages.Start(
                 run="",
                 attempt=self.number,
                 hosts=tuple(range(self.count)),
                 cluster=cluster,
-                tasks=(task,),
+                tasks=(self.layout[rank],),
                 division=self.ending.before,
             )
-            self._send(rank, start)
+            live = spec.setup.live and rank == 0
+            setup = dataclasses.replace(spec.setup, start=start, own_env=own_env, live=live)
+            self._send(rank, setup)
 
     # ---- watch -----------------------------------------------------------------------------------
 

@@ -151,13 +151,13 @@ class AgentHello:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The setup of a job's task."""
+    """The setup of a job's task, and the request to start it."""
 
     # The arguments of `tfmw.launcher.task`: "call", or "script", its path and its flags.
     command: tuple[str, ...]
     options: RunOptions  # restarts and time limits
     env: dict[str, str] = dataclasses.field(default_factory=dict)  # variables added for the tasks
-    task: tuple[str, int] = ("worker", 0)  # kind and index of the receiver's task
+    start: Start | None = None  # request to start the receiver's task; None: not chosen yet
     own_env: dict[str, str] = dataclasses.field(default_factory=dict)  # variables of this task only
     folder: str = ""  # the caller's working directory, in which tasks start if it exists
     live: bool = False  # whether the first task's output is for a terminal or a notebook
@@ -247,7 +247,7 @@ FromAgent = (
     | Leaving
     | Ended
 )
-FromController = Setup | BackupFiles | Start | Call | RestartReply | End | Leave | Refused
+FromController = Setup | BackupFiles | Call | RestartReply | End | Leave | Refused
 Message = HostHello | FromMember | FromLeader | FromAgent | FromController | FileRequest | FileReply
 
 _BY_NAME: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
