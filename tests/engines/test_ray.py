@@ -156,7 +156,7 @@ class BusyActor:
 
     def __init__(self, *replies: Any) -> None:
         self.replies = list(replies)
-        self.read = self.cancel = self.remove = self
+        self.read = self.write = self.remove = self
         self.calls = 0
 
     def remote(self, *args: Any) -> Any:

@@ -40,8 +40,6 @@ from tfmw.launcher.result import Result, exit_status
 from tfmw.observe import goodput
 from tfmw.observe.goodput import Division
 
-CANCEL = "cancel"
-
 INTERRUPTED = "interrupted"
 """State of a controller that its engine ends while tasks fail, as when a node is lost. Only the
 engine knows whether the job is queued again, so the controller writes no last state."""
@@ -241,7 +239,7 @@ class Controller:
 
     def _cancelled(self) -> bool:
         gone = self._calls is not None and self._calls.caller_gone
-        return gone or (self.folder / CANCEL).exists()
+        return gone or (self.folder / jobs.CANCEL).exists()
 
     def _say(self, **known: Any) -> None:
         """Writes the job's status if it has changed."""

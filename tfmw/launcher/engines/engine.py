@@ -142,9 +142,6 @@ class JobHandle(Protocol):
             "queued", "running", "cancelled" or "lost"; "" if the engine does not reply now.
         """
 
-    def cancel(self) -> None:
-        """Asks the controller to end the job."""
-
     def kill(self) -> None:
         """Ends the job without its controller."""
 

@@ -25,7 +25,7 @@ from tfmw.launcher import call
 from tfmw.launcher.call import Payload
 from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.agent import CONTACT, PAYLOAD
-from tfmw.launcher.engines.controller import CANCEL, Controller
+from tfmw.launcher.engines.controller import Controller
 from tfmw.launcher.engines.engine import Contact, Engine, JobSpec, Tasks
 
 SPEC = "spec.pickle"
@@ -130,11 +130,6 @@ class FolderHandle:
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         own_files.write(self.folder / name, data)
-
-    def cancel(self) -> None:
-        (self.folder / CANCEL).touch()
-        if self.state() == "queued":  # the controller does not exist yet
-            self.kill()
 
     def forget(self) -> None:
         target = self.folder.resolve()

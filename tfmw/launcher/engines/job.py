@@ -27,6 +27,9 @@ from tfmw.launcher.run import return_values
 STATUS, OUTPUT, RESULT, BACKUP = "status.json", "output.log", "result.pickle", "backup.tar"
 """Names of the files that a controller writes."""
 
+CANCEL = "cancel"
+"""File that asks the controller to end the job."""
+
 POLICY = "policy"
 """Field of the status: counters of the restart policy, for a controller that starts again."""
 
@@ -199,7 +202,9 @@ class Job:
         """
         if self.status() in ENDED:
             return
-        self._handle.cancel()
+        self._handle.write(CANCEL, b"")
+        if self._handle.state() == "queued":  # its controller does not exist yet
+            self._handle.kill()
         try:
             self.wait(timeout_s)
         except TimeoutError:

@@ -31,7 +31,6 @@ from tfmw.launcher.call import Payload
 from tfmw.launcher.engines import folder, folder_server, submit
 from tfmw.launcher.engines import kubernetes_objects as objects
 from tfmw.launcher.engines.agent import PAYLOAD
-from tfmw.launcher.engines.controller import CANCEL
 from tfmw.launcher.engines.engine import Engine, JobHandle, JobSpec
 from tfmw.launcher.engines.kubernetes_api import Api, Pods, Unreachable
 from tfmw.launcher.engines.kubernetes_objects import Object
@@ -216,10 +215,6 @@ class KubernetesHandle:
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         self._asked(lambda: self._files.write(name, None, data))
-
-    def cancel(self) -> None:
-        if self._asked(lambda: self._files.write(CANCEL, None, b"")) is None and not self.why:
-            self.kill()  # no controller is there to end the job
 
     def kill(self) -> None:
         self._api.delete("Jobs", self._name)

@@ -27,7 +27,7 @@ from tfmw.errors import TfmwError, UsageError
 from tfmw.launcher.call import Payload
 from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.agent import run_task
-from tfmw.launcher.engines.controller import CANCEL, Controller
+from tfmw.launcher.engines.controller import Controller
 from tfmw.launcher.engines.engine import Contact, Engine, JobHandle, JobSpec, Layout, Tasks, library
 from tfmw.launcher.engines.job import STATUS
 
@@ -192,10 +192,6 @@ class RayHandle:
             self.why = f"its controller on the cluster was lost: {_reason(error)}"
             return "lost"
 
-    def cancel(self) -> None:
-        with contextlib.suppress(self.ray.exceptions.RayActorError, _Gone):
-            self._call("cancel")
-
     def kill(self) -> None:
         """Ends the job: its tasks and its placement group belong to the actor."""
         self.ray.kill(self.actor)
@@ -284,9 +280,6 @@ class _ControllerActor:
 
     def write(self, name: str, data: bytes) -> None:
         own_files.write(self._folder / name, data)
-
-    def cancel(self) -> None:
-        (self._folder / CANCEL).touch()
 
     def remove(self) -> None:
         """Removes the job's files."""
