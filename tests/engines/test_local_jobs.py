@@ -154,6 +154,10 @@ def test_wrong_use(tmp_path: Path) -> None:
             tfmw.submit(print, workers=workers, on="local")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"workers is \(2, 3\); expected an integer of at least"):
         tfmw.launch(print, workers=(2, 3))
+    only_here: list[dict[str, Any]] = [{"log_dir": "logs"}, {"grace_s": 9}, {"isolate": "on"}]
+    for option in only_here:
+        with pytest.raises(UsageError, match=f"{next(iter(option))}= is for on='local' alone: "):
+            tfmw.launch(print, on=tfmw.engines.Slurm(directory=tmp_path), **option)
 
 
 class Own(Local):

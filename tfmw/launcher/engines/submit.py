@@ -137,6 +137,9 @@ def launch(
             max_restarts=max_restarts,
             isolate=isolate,
         )
+    given = {"log_dir": log_dir, "grace_s": grace_s != GRACE_S, "isolate": isolate != "auto"}
+    if (name := next((name for name, value in given.items() if value), None)) is not None:
+        raise UsageError(f"{name}= is for on='local' alone: leave it out with on={engine.name!r}.")
     live = is_watched(out) if live is None else live
     return finish(start(engine, call.pack(fn, args), workers, max_restarts, env, live=live), out)
 
