@@ -1338,6 +1338,27 @@ def test_variable_that_a_callback_assigns_counts(two_replicas: Any) -> None:
     assert float(steps.numpy()) == 2
 
 
+class ScaledLoss(keras.losses.Loss):
+    """A loss with a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = tf.Variable(1.0, name="scale")
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        error = (y_true - y_pred) ** 2
+        self.scale.assign(0.9 * self.scale + 0.1 * tf.reduce_mean(error))
+        return tf.reduce_mean(error, axis=1) / self.scale
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_variable_that_the_model_does_not_hold_is_refused(eager: bool, two_replicas: Any) -> None:
+    model = keras.Sequential([keras.Input([2]), dense(1)])
+    model.compile("sgd", ScaledLoss(), run_eagerly=eager)
+    with pytest.raises(tfmw.UsageError, match=r"assigns the variable 'scale:0'.*does not hold"):
+        tfmw.fit(model, ONES[0], ONES[1], verbose=0, strategy=two_replicas)
+
+
 class OwnOptimizer(keras.Model):
     """Compiled without an optimizer, as a GAN."""
 

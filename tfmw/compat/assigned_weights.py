@@ -21,6 +21,7 @@ from tensorflow.python.ops import resource_variable_ops
 from tfmw.compat.dataflow.flow import FIXED
 from tfmw.compat.differences import user_line
 from tfmw.compat.graph import descendants, is_symbolic, static_value
+from tfmw.compat.kept import ATTRIBUTE
 from tfmw.compat.memory import copies_of
 from tfmw.compat.models import native
 from tfmw.compat.objects import overridden
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
 
 
 class Assignable(NamedTuple):
-    """A variable that a step may assign, other than metrics and seeds."""
+    """A variable that a step may assign."""
 
     variable: Any  # a Keras variable
     by_layer: bool  # whether it is a layer's non-trainable variable
     of_keras: bool = False  # whether the layer is one of Keras's
+    of_replica: bool = False  # whether each replica has its own value: metrics and seeds
 
 
 class Exchanges(NamedTuple):
@@ -198,10 +200,22 @@ def _refuse(variable: Any, flow: Any) -> None:
 
 
 def _watched(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces a method for the variables of the model, outside of `optimizer.apply`."""
+    """Replaces a method for the variables of the model, outside of `optimizer.apply`.
+
+    Other variables are refused.
+    """
 
     def hook(weight: ReplicaWeight, method: Any, copy: Any, *arguments: Any, **named: Any) -> Any:
-        if not weight.watches or id(copy.handle) not in weight.assignable:
+        if not weight.watches or ATTRIBUTE in vars(copy):  # one of tfmw's own
+            return method(copy, *arguments, **named)
+        if id(copy.handle) not in weight.assignable:
+            raise UsageError(
+                f"a step assigns the variable {copy.name!r}, which the model does not hold, such "
+                "as one of a loss or a global one: each replica would have its own value. Create "
+                "it with self.add_weight(...) in a layer or the model, return its metric from the "
+                "model's `metrics`, or keep its optimizer in an attribute of the model."
+            )
+        if weight.assignable[id(copy.handle)].of_replica:
             return method(copy, *arguments, **named)
         with overridden([(weight, "watches", False)]):
             return replacement(weight, method, copy, *arguments, **named)

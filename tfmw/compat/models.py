@@ -121,9 +121,11 @@ def lifted_variable(
     traces again. In a strategy's scope a `tf.Variable` has a copy for each replica.
     """
     with tf.init_scope():
-        return resource_variable_ops.ResourceVariable(
+        variable = resource_variable_ops.ResourceVariable(
             value, trainable=False, dtype=dtype, shape=shape
         )
+    kept_with(variable)  # marks it as tfmw's own
+    return variable
 
 
 @contextlib.contextmanager

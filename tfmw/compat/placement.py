@@ -71,8 +71,8 @@ def _optimizer_state(model: keras.Model) -> list[Any]:
 
 
 def assignable_variables(model: keras.Model) -> dict[int, Assignable]:
-    """Id of a handle -> variable, for each copy in this process, except seeds and metrics."""
-    apart = {id(v) for v in [*seeds_of(model), *metric_variables(model)]}
+    """Id of a handle -> variable, for each copy in this process."""
+    apart = {id(v): v for v in [*seeds_of(model), *metric_variables(model)]}
     layers = {
         id(variable): type(layer).__module__.startswith("keras.")
         for layer in layers_of(model)
@@ -80,10 +80,9 @@ def assignable_variables(model: keras.Model) -> dict[int, Assignable]:
     }
     return {
         id(copy.handle): Assignable(
-            variable, id(variable) in layers, bool(layers.get(id(variable)))
+            variable, id(variable) in layers, bool(layers.get(id(variable))), id(variable) in apart
         )
-        for variable in all_variables(model)
-        if id(variable) not in apart
+        for variable in [*all_variables(model), *apart.values()]
         for copy in memory.copies_of(native(variable))
     }
 
