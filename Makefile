@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly updates flaky test-oldest test-nightly test-keras bench package lint type docs diagrams notebooks clean
+.PHONY: help demo test nightly updates flaky breaks test-oldest test-nightly test-keras bench package lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -27,7 +27,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make nightly, make flaky, make test-oldest, make test-nightly, make test-keras, make lint, make type,"
+	@echo "make nightly, make flaky, make breaks, make test-oldest, make test-nightly, make test-keras, make lint, make type,"
 	@echo "make package, make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -79,7 +79,7 @@ nightly: $(DEV) $(AZURITE)
 	@$(if $(PART),TFMW_TEST_PART=$(PART)) $(if $(SEED),TFMW_TEST_SEED=$(SEED)) \
 	  $(if $(PART)$(TESTS),,TFMW_TEST_HOSTS=all TFMW_TEST_SCHEDULES=5000) \
 	  $(PYTEST) --timeout 1800 -m nightly $(TESTS)
-	@$(if $(PART)$(TESTS),,$(MAKE) --no-print-directory --keep-going updates test-oldest test-nightly test-keras)
+	@$(if $(PART)$(TESTS),,$(MAKE) --no-print-directory --keep-going breaks updates test-oldest test-nightly test-keras)
 
 # The matrix, backups and resuming with each way to make the update forced: shared between workers or
 # not, compiled or not. An hour.
@@ -94,6 +94,11 @@ updates: $(DEV)
 flaky: $(DEV)
 	@$(BIN)/python -m tests.flaky $(if $(SEED),--seed $(SEED)) \
 	  $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder) -m "not nightly" $(TESTS)
+
+# A mistake for each promise, in a copy of the tree: the tests that tests/breaks.toml names must see it.
+# WORDS: of the promises to be broken; by default all are.
+breaks: $(DEV)
+	@$(BIN)/python -m tests.breaks $(WORDS)
 
 # The oldest TensorFlow and Keras that tfmw works with, in an environment of their own. PART, SEED: as of
 # nightly.

@@ -11,6 +11,7 @@ import subprocess
 import tomllib
 
 import tfmw
+from tests.breaks import breaks
 from tests.helpers.cluster import ROOT
 from tests.package import TESTS
 from tfmw.cli import jobs
@@ -92,3 +93,14 @@ def test_nothing_restarts_unless_max_restarts_says_so():
     jobs.add_parsers(commands, cli._add_options)
     for command in ("run", "submit"):
         assert commands.choices[command].get_default("max_restarts") == 0
+
+
+def test_each_break_can_be_made_and_its_tests_exist() -> None:
+    found = list(breaks())
+    assert len(found) >= 40
+    for each in found:
+        each.of((ROOT / each.file).read_text())
+        for test in each.tests:
+            file, *names = re.sub(r"\[.*", "", test).split("::")
+            text = (ROOT / "tests" / file).read_text()
+            assert all(re.search(rf"(def|class) {name}\b", text) for name in names), test
