@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfmw.compat import datasets
 from tfmw.observe.step_times import StepTimes
 from tfmw.train import reporter
+from tfmw.train.mirrored.step_loops import step_loop
 from tfmw.train.reporter import InputBound
 
 
@@ -97,3 +98,23 @@ def test_a_stage_that_does_not_explain_the_wait_is_not_named() -> None:
 def test_nothing_is_said(times: StepTimes, caplog: pytest.LogCaptureFixture) -> None:
     InputBound().check(times, iter(NUMBERS))
     assert caplog.records == []
+
+
+def test_the_wait_ends_before_the_step_begins() -> None:
+    """Otherwise one thread may run the step first, whose time then counts as a wait."""
+    iterator: Any = iter(NUMBERS.map(lambda x: (x,)))
+
+    @tf.function
+    def steps() -> Any:
+        return step_loop(lambda x: x + 1, iterator, tf.constant(3, tf.int64))
+
+    graph = steps.get_concrete_function().graph
+    (loop,) = [op for op in graph.get_operations() if op.type in ("While", "StatelessWhile")]
+    body = graph._functions[loop.get_attr("body").name].graph
+    (step,) = [op for op in body.get_operations() if op.type in ("If", "StatelessIf")]
+    before, clocks = [step.inputs[0].op], set()
+    while before:
+        op = before.pop()
+        clocks |= {op.name} if op.type == "Timestamp" else set()
+        before += [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
+    assert len(clocks) == 2

@@ -49,7 +49,11 @@ def step_loop(
             element = iterator.get_next_as_optional()
         more = element.has_value()
         with tf.control_dependencies([more]):
-            waited += _seconds() - begin
+            end_of_wait = _seconds()
+        waited += end_of_wait - begin
+        # The clock is read before the step, also where one thread runs one operation at a time.
+        with tf.control_dependencies([end_of_wait]):
+            more = tf.identity(more)
         examples, values = tf.cond(more, lambda: step(element), end)
         place = tf.cast(steps_done, tf.int32)
         arrays = [a.write(place, v) for a, v in zip(arrays, values, strict=True)]
