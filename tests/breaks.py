@@ -81,7 +81,7 @@ def _pytest(tree: Path, tests: Iterable[str], log: Path) -> int:
         del sys.modules[name]
     import pytest
 
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not nightly", "--timeout", "600"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", "600"]
     status = pytest.main([*options, *(f"tests/{test}" for test in tests)])
     sys.stdout.flush()
     os._exit(status)
