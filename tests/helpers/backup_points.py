@@ -12,7 +12,7 @@ import tensorflow as tf
 
 # Everything by which a write changes the disk; tests count the calls.
 _CHANGES = [
-    (tf.io.gfile, "makedirs"),
+    (os, "makedirs"),
     (tf.raw_ops, "SaveV2"),
     (tf.raw_ops, "MergeV2Checkpoints"),
     (tf.io.gfile, "GFile"),
