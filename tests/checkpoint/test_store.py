@@ -300,7 +300,7 @@ def test_an_interrupted_removal_leaves_no_damaged_backup(store, change):
 def test_backup_of_another_format_is_refused_and_not_changed(store, caplog):
     _, newest = written(store, 1, 2)
     reseal(newest, format=2)
-    with pytest.raises(UsageError, match="has format 2, this version reads 1"):
+    with pytest.raises(UsageError, match="has format 2, this version reads 3"):
         fall_back(store, caplog)
     assert store.steps() == [1, 2]
 

@@ -1,4 +1,7 @@
-"""Backups of each format that is read: `stored/FORMAT`, by `programs/stored_backup.py 1 DIR`."""
+"""Backups of each format that is read, in `stored/FORMAT`.
+
+`programs/stored_backup.py 1 DIR` has written them, with two servers if they have tables.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 from tfmw.train.checkpoint.store import verify
 
 STORED = Path(__file__).with_name("stored")
-WITH_TABLES = "2-with-tables"
+WITH_TABLES = "3-with-tables"
 
 
 @pytest.fixture
@@ -20,7 +23,7 @@ def copied(tmp_path: Path) -> Path:
     return shutil.copytree(STORED, tmp_path / "stored")
 
 
-@pytest.mark.parametrize("name", ["1", WITH_TABLES])
+@pytest.mark.parametrize("name", ["3", WITH_TABLES])
 def test_it_is_of_that_format_and_intact(name):
     (record,) = STORED.glob(f"{name}/step_*/record.json")
     body = json.loads(json.loads(record.read_text())["body"])
@@ -31,7 +34,7 @@ def test_it_is_of_that_format_and_intact(name):
 
 @pytest.mark.process
 def test_one_process_resumes(run_cluster, copied):
-    run = run_cluster("stored_backup.py", "2", str(copied / "1"), workers=1)
+    run = run_cluster("stored_backup.py", "2", str(copied / "3"), workers=1)
     assert run[0]["began_at"] == [5]
     assert run[0]["off_by"][0] < 1e-6
 

@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfmw.data.py_dataset import OrderedPyDataset
 
@@ -42,24 +41,16 @@ def test_an_order_is_restored_without_a_draw() -> None:
     dataset, again = (OrderedPyDataset(Numbers(), shuffle=True) for _ in range(2))
     dataset.draw()
     state = random.getstate()
-    again.restore(dataset.drawn_from, seed=3, passes=2)
+    again.restore(dataset.drawn_from)
     assert order_of(again) == order_of(dataset)
     assert again.drawn_from == dataset.drawn_from
     assert random.getstate() == state
-
-
-def test_an_order_of_an_earlier_version_is_restored() -> None:
-    dataset = OrderedPyDataset(Numbers(), shuffle=True)
-    dataset.restore(None, seed=3, passes=2)
-    generator = np.random.default_rng(3)
-    generator.permutation(7)
-    assert order_of(dataset) == generator.permutation(7).tolist()
 
 
 def test_an_order_that_is_not_shuffled_draws_nothing() -> None:
     dataset = OrderedPyDataset(Numbers(), shuffle=False)
     state = random.getstate()
     dataset.draw()
-    dataset.restore(None, seed=3, passes=2)
+    dataset.restore(None)
     assert order_of(dataset) == list(range(7))
     assert random.getstate() == state

@@ -105,7 +105,7 @@ def _shard(source: data.Source, workers: int, rank: int, start: int = 0, state: 
     sharding, order = data.Sharding(workers, rank), data.SharedOrder(seed=9)
     if start and source.is_read_once:
         shard = source.shard(sharding, order)
-        shard.hooks.restore(state, 0, 1)
+        shard.hooks.restore(state)
         assert shard.rest is not None
         return shard.batches(start)
     return source.shard(sharding, order, start).dataset
@@ -182,7 +182,7 @@ def test_a_resumed_run_reads_no_row_before_its_position(name: str) -> None:
     source = Counting(length)
     again = data.Source(ALL[name](source))
     shard = again.shard(data.Sharding(), data.SharedOrder(), 0 if again.is_read_once else 10)
-    shard.hooks.restore(state, 0, 1)
+    shard.hooks.restore(state)
     source.read.clear()
     rest = shard.dataset if shard.rest is None else shard.batches(10)
     assert list(rest)

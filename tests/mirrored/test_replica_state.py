@@ -71,19 +71,3 @@ def test_another_number_of_replicas_gets_the_metrics_of_all_and_the_mean_of_aver
         driver.state.restore(metrics, averages)
     for name, value in each(values_of(driver).items()):
         np.testing.assert_array_equal(value, before[name], err_msg=name)
-
-
-def test_rows_of_older_backups_are_restored(driver):
-    before = values_of(driver)
-    metrics = [v.numpy().ravel() for v in metric_variables(driver.model)]
-    norm = driver.model.layers[0]
-    row = np.concatenate([norm.moving_mean, norm.moving_variance]).astype(np.float64)
-    with driver:
-        driver.state.restore(np.concatenate(metrics)[None].astype(np.float64), 3 * row[None])
-        assert values_of(driver)["largest"] == before["largest"]
-        np.testing.assert_allclose(values_of(driver)["moving_mean"], 3 * before["moving_mean"])
-        three = np.array([[1.0], [2.0], [6.0]])
-        driver.state.restore(three * np.concatenate(metrics), three * row)
-    after = values_of(driver)
-    np.testing.assert_allclose(after["sum"], 9 * before["sum"], rtol=1e-6)
-    np.testing.assert_allclose(after["moving_mean"], 3 * before["moving_mean"], rtol=1e-6)

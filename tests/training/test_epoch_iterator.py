@@ -83,12 +83,10 @@ def test_whole_batches_go_on_with_other_replicas(steps: int, later: int) -> None
     assert sorted(seen) == list(range(EXAMPLES))
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_a_position_has_the_orders_before_it(old: bool) -> None:
-    """The position has those of this call and earlier ones; an old backup counts its own call's."""
+def test_a_position_has_the_orders_before_it() -> None:
+    """The position has those of this call and earlier ones."""
     first = shuffled()
-    if not old:
-        next(iter(first))
+    next(iter(first))
     epoch = iterator(first.batch(4), data.Sharding())
     whole: list[list[int]] = []
     for _ in range(2):
@@ -97,16 +95,14 @@ def test_a_position_has_the_orders_before_it(old: bool) -> None:
         if len(whole) == 6:
             epoch.end_epoch()
     position = epoch.position(in_epoch=True)
-    assert position.source["orders"] == [2 if old else 3]
-    if old:
-        position = dataclasses.replace(position, source={})
+    assert position.source["orders"] == [3]
     expected = read(epoch)
     again = shuffled()
     rest = iterator(again.batch(4), data.Sharding(), position)
     rest.begin_epoch()
     assert read(rest) == expected
     passes: Any = ShuffleSeeds(again).passes
-    assert passes == ShuffleSeeds(first).passes == (3 if old else 4)
+    assert passes == ShuffleSeeds(first).passes == 4
 
 
 ROWS: np.ndarray = np.arange(EXAMPLES, dtype=np.float32)

@@ -57,14 +57,12 @@ def packed(rows: int, values: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def assign_row(variables: Iterable[tf.Variable], row: np.ndarray) -> None:
-    """Assigns a row of `packed` to variables; or float64 [values], as older backups have it."""
+    """Assigns a row of `packed` to variables."""
     start = 0
     for variable in variables:
         dtype = np.dtype(variable.dtype.as_numpy_dtype)
-        as_bytes = row.dtype == np.uint8
-        size = variable.shape.num_elements() * (dtype.itemsize if as_bytes else 1)
-        part = row[start : start + size]
-        part = part.view(dtype) if as_bytes else part.astype(dtype)
+        size = variable.shape.num_elements() * dtype.itemsize
+        part = row[start : start + size].view(dtype)
         variable.assign(part.reshape(variable.shape.as_list()))
         start += size
 

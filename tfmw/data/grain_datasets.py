@@ -159,7 +159,7 @@ class GrainHooks(EpochHooks):
     def state(self, batches: int) -> Any:
         return self._states.get(batches)
 
-    def restore(self, state: Any, seed: int, passes: int) -> None:
+    def restore(self, state: Any) -> None:
         self._restored = state
 
 

@@ -14,7 +14,6 @@ import random
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfmw.cluster.group import Group
 from tfmw.compat import datasets
@@ -111,18 +110,12 @@ class OrderedPyDataset(keras.utils.PyDataset):
         if self.shuffled:
             self._shuffle(random, python_state())
 
-    def restore(self, drawn_from: Any, seed: int, passes: int) -> None:
+    def restore(self, drawn_from: Any) -> None:
         """Sets the order of a pass of an interrupted run; see `EpochHooks.restore`."""
-        if not self.shuffled:
-            return
-        if drawn_from is None:
-            generator = np.random.default_rng(seed)
-            orders = [generator.permutation(self._dataset.num_batches) for _ in range(passes)]
-            self._order = orders[-1].tolist()
-            return
-        drawing = random.Random()
-        drawing.setstate(as_python_state(drawn_from))
-        self._shuffle(drawing, drawn_from)
+        if self.shuffled:
+            drawing = random.Random()
+            drawing.setstate(as_python_state(drawn_from))
+            self._shuffle(drawing, drawn_from)
 
     def _shuffle(self, generator: Any, state: Any) -> None:
         self.drawn_from = state
@@ -173,5 +166,5 @@ class PyDatasetHooks(EpochHooks):
         self._dataset.draw()
         self._dataset.on_epoch_end()
 
-    def restore(self, state: Any, seed: int, passes: int) -> None:
-        self._dataset.restore(state, seed, passes)
+    def restore(self, state: Any) -> None:
+        self._dataset.restore(state)

@@ -140,14 +140,6 @@ class Cursor:
     batches_per_step: int = 1
     source: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, saved: dict[str, Any]) -> Cursor:
-        """The cursor of a backup. In earlier versions the source's state was not apart."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        known = {name: value for name, value in saved.items() if name in names}
-        rest = {n: value for n, value in saved.items() if n not in names and value is not None}
-        return cls(**{"source": rest, **known})
-
 
 class EpochHooks:
     """Calls of a source around epochs; they do nothing unless it is Python code."""
@@ -178,14 +170,8 @@ class EpochHooks:
     def skip(self) -> None:
         """Skips an epoch that an earlier run has already read."""
 
-    def restore(self, state: Any, seed: int, passes: int) -> None:
-        """Continues a pass that an earlier run has begun.
-
-        Args:
-            state: `state` of that run; backups of earlier versions have None.
-            seed: seed of the run.
-            passes: number of this pass, from 1.
-        """
+    def restore(self, state: Any) -> None:
+        """Continues a pass that an earlier run has begun, from its `state`."""
 
 
 @dataclasses.dataclass

@@ -69,10 +69,10 @@ class EpochIterator:
         self._group = group
         self._sharding = sharding
         self._requested_steps = steps
-        was = self._restored = None if position is None else data.Cursor.from_json(position)
+        was = self._restored = None if position is None else data.Cursor(**position)
         seed = group.agreed_value(f"seed, {argument}", _draw_seed) if was is None else was.seed
         # Those of the chief's machine: a resumed run has the order of the first one.
-        cycle_lengths = (was and was.source.get("cycle_lengths")) or {}
+        cycle_lengths = {} if was is None else was.source["cycle_lengths"]
         self._order = data.SharedOrder(seed, group, index_dir, cycle_lengths)
         # number of the pass of the shard, if each pass has a shard of its own
         self._shard_pass = 0 if was is None else was.passes - (was.in_pass is not None)
@@ -348,11 +348,9 @@ class EpochIterator:
             self.shard.hooks.skip()
         orders = self.shard.reshuffles
         if orders:
-            each_pass = [self._passes] * len(orders)  # in the oldest backups
-            orders.passes = was.source.get("orders", each_pass)
-            orders.kept = was.source.get("kept", {})
+            orders.passes, orders.kept = was.source["orders"], was.source["kept"]
         if was.in_pass is not None:
-            self.shard.hooks.restore(was.source.get("drawn_from"), was.seed, was.passes)
+            self.shard.hooks.restore(was.source["drawn_from"])
             self._begin_pass(was.in_pass, was.in_pass * was.batches_per_step)
             if self._requested_steps is None and was.batches_per_step != self._batches_per_step:
                 self._steps_of_resumed = self._pass_end
@@ -360,7 +358,7 @@ class EpochIterator:
 
     def restore_orders(self, name: str) -> None:
         """Sets how many orders the user's shuffles have had: `name` of the cursor's source."""
-        orders = None if self._restored is None else self._restored.source.get(name)
+        orders = None if self._restored is None else self._restored.source[name]
         if orders is not None and self.shard.reshuffles:
             self.shard.reshuffles.passes = orders
 

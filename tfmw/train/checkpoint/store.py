@@ -17,7 +17,7 @@ One backup is one directory `step_<n>` with these files:
 * `record.json`: everything else as JSON, with the SHA-256 of itself and the sizes of the other
   files. It is written last: a directory without a valid record is not a backup.
 
-The record has the version of the format: 1, or 2 with tables.
+The record has the version of the format.
 
 A backup appears whole or not at all, in a local directory or in a bucket (`backup_files.py`). The
 two newest are kept, and one more if these share files of tables. Reading is safe: no pickle, no
@@ -58,6 +58,7 @@ EVALUATOR_LOCK = "EVALUATOR"
 
 KEPT = 2
 _RECORD = "record.json"
+_FORMAT = 3  # version of the format
 _FILES = re.compile(rf"({PREFIX}|{TABLES})\.(index|data-\d{{5}}-of-\d{{5}})")
 # Python's errors for content that `BackupStore` never writes; a deep record is a RecursionError.
 _MALFORMED = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
@@ -270,10 +271,10 @@ class BackupStore:
             path = self.files.local(step)
             body = _read_record(path)
             layout = body.get("tables") or {}
-            if body["format"] != _format(layout):
+            if body["format"] != _FORMAT:
                 raise UsageError(
                     f"backup {name} has format {body['format']}, this version reads "
-                    f"{_format(layout)}: resume with the version that wrote it, or use another "
+                    f"{_FORMAT}: resume with the version that wrote it, or use another "
                     "backup_dir."
                 )
             for file, size in body["sizes"].items():
@@ -329,7 +330,7 @@ def _write_record(
     names = sorted(filter(_FILES.fullmatch, os.listdir(directory)))
     text = json.dumps(
         {
-            "format": _format(layout),
+            "format": _FORMAT,
             "step": step,
             "sizes": {n: os.path.getsize(os.path.join(directory, n)) for n in names},
             "index_sha256": directories.sha256(os.path.join(directory, f"{PREFIX}.index")),
@@ -357,11 +358,6 @@ def _read_record(directory: str) -> dict[str, Any]:
         raise ValueError(f"{_RECORD} does not match its checksum")
     body: dict[str, Any] = json.loads(sealed["body"])
     return body
-
-
-def _format(layout: files.Layout | None) -> int:
-    """Version of a backup's format, which is higher with tables, as only these changed."""
-    return 2 if layout else 1
 
 
 def _index_of_tables(directory: str, layout: files.Layout) -> str | None:

@@ -252,13 +252,7 @@ class ReplicaState:
 
         With another number of replicas, the first one gets the metrics over all replicas. The
         others keep the initial values. All get the mean of the averages.
-
-        Args:
-            metrics, averages: rows; or float64 [replicas, values], as older backups have them.
         """
-        if metrics.dtype != np.uint8:
-            metrics = np.vstack([metrics, metrics.sum(axis=0)])
-            averages = np.vstack([averages, averages.mean(axis=0)])
         sharding, strategy = self._replicas.sharding, self._replicas.strategy
         is_same = len(metrics) == self._replicas.count + 1
         for local in range(sharding.local_replicas):

@@ -111,9 +111,7 @@ class ParameterServerTraining:
 
     def begin_epoch(self, kept: Rows | None, trains: bool = True) -> None:
         if kept is not None:  # moving averages exist on the servers only
-            rows = kept[0]
-            of_all = rows[-1] if rows.dtype == np.uint8 else rows.sum(axis=0)  # older backups
-            assign_row(map(models.native, metric_variables(self.model)), of_all)
+            assign_row(map(models.native, metric_variables(self.model)), kept[0][-1])
         self.share_changes()
         if trains:
             self.steps_done, self._restored_steps = self._restored_steps, 0
