@@ -5,14 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 
 import pytest
 
 from tfmw.cluster.sockets import addresses_of, end_connections, limit_silence
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def descriptors(ends: Sequence[tuple[socket.socket, ...]]) -> int:
+    """The number of this process's descriptors of these sockets; other threads have others."""
+    own = {os.readlink(f"/proc/self/fd/{each.fileno()}") for pair in ends for each in pair}
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            found += os.readlink(f"/proc/self/fd/{name}") in own
+    return found
 
 
 @pytest.mark.parametrize(
@@ -28,10 +35,10 @@ def test_only_those_to_that_port_of_these_hosts_end(family, at):
             client.connect((at, server.getsockname()[1]))
             ends.append((client, stack.enter_context(server.accept()[0])))
         port = gone.getsockname()[1]
-        before = open_files()
+        before = descriptors(ends)
         assert end_connections([("127.0.0.2", port)]) == 0
         assert end_connections([("127.0.0.1", port)]) == 2
-        assert open_files() == before
+        assert descriptors(ends) == before
         for client, _ in ends[:2]:
             assert client.recv(1) == b""  # at once
         client, peer = ends[2]
@@ -52,10 +59,10 @@ def test_the_kernel_limits_the_silence_of_those_to_a_peer():
         client, beside = (
             stack.enter_context(socket.create_connection(s.getsockname())) for s in (server, other)
         )
-        before = open_files()
+        before = descriptors([(client, beside)])
         for _ in range(2):  # a second time nothing changes
             assert limit_silence([server.getsockname()], 15.0) == 1
-        assert open_files() == before
+        assert descriptors([(client, beside)]) == before
         tcp = socket.IPPROTO_TCP
         assert client.getsockopt(tcp, socket.TCP_USER_TIMEOUT) == 15_000
         assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

@@ -147,9 +147,10 @@ class Job:
         """A reader of the job's output from its beginning."""
         return Output(self._handle)
 
-    def read(self, name: str) -> bytes:
-        """A file of the job; b"" if there is none."""
-        return self._handle.read(name)
+    def outcomes(self, name: str) -> list[call.Outcome | None] | None:
+        """The outcome of a call in each task, from a file of the job; None if there is none."""
+        data = self._handle.read(name)
+        return [call.loaded(raw) for raw in pickle.loads(data)] if data else None
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Writes a file of the job, for its controller."""

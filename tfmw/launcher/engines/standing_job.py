@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -82,7 +81,7 @@ class JobWorkers:
         self.job.write(f"call-{number}", packed.getbuffer())
         self._say(calls=number)
         with Signals(leave=(signal.SIGINT, *LEAVE)) as stop:
-            while not (answer := self.job.read(f"answer-{number}")):
+            while (outcomes := self.job.outcomes(f"answer-{number}")) is None:
                 self._output.copy(sys.stdout)
                 if self._problem() is not None:
                     self._fail()
@@ -95,7 +94,6 @@ class JobWorkers:
                 time.sleep(_POLL_S)
         self._output.copy(sys.stdout)
         self.stopped = next(iter(stop.received), 0)
-        outcomes = [call.loaded(data) for data in pickle.loads(answer)]
         return [outcome[0] for outcome in outcomes if outcome is not None]
 
     def forget_backup(self) -> None:
