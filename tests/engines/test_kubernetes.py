@@ -112,6 +112,7 @@ class TestKubernetes(FromAShell, HasController, Contract):
         assert "(not counted as a restart)" in job.logs()
         job.forget()
 
+    @pytest.mark.nightly
     def test_pods_without_room(
         self, cluster: FakeKubernetes, engine: Kubernetes, tmp_path: Path
     ) -> None:

@@ -197,6 +197,7 @@ def test_job_whose_submission_fails_is_ended(
     assert list((tmp_path / "jobs/own").iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_workers_that_stay(
     tmp_path: Path, fit_on_two_workers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,7 @@ def on_devices() -> Any:
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_traces_are_reused_on_two_devices(on_devices):
     first, second = on_devices["traces"]
     assert len(first) == 3
@@ -260,6 +261,7 @@ def test_traces_are_reused_on_two_devices(on_devices):
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_changes_have_effect_on_two_devices_when_they_have_in_keras(on_devices):
     for name, (got, expected, traced) in each(on_devices["changes"].items()):
         assert len(got) == len(expected) == 4, name
@@ -269,6 +271,7 @@ def test_changes_have_effect_on_two_devices_when_they_have_in_keras(on_devices):
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_copies_of_variables_are_empty_between_calls(on_devices):
     assert on_devices["copies"] > 5
     assert on_devices["freed"] == on_devices["copies"]
