@@ -95,7 +95,7 @@ def _in_step(
     estimates = _by_weights(weight, target, [grads[i] for i in places])
     for i, grad in zip(places, estimates, strict=True):
         grads[i] = grad
-    if weighted is None and not _are_added(weight, target):
+    if not (_weighs_outputs(weight) or _are_added(weight, target)):
         for i, flow in enumerate(flows):
             if grads[i] is not None and _is_of_examples(weight, target, flat[i], flow):
                 bad = weight.flows.of(grads[i]).kind in BAD
@@ -187,13 +187,19 @@ def _weighs_outputs(weight: ReplicaWeight) -> bool:
 
 
 def _are_added(weight: ReplicaWeight, target: Any) -> bool:
-    """Whether losses are values per example, or sums of them, which add up over replicas."""
-    flows = [weight.flows.of(loss) for loss in tf.nest.flatten(target) if is_symbolic(loss)]
-    return bool(flows) and all(
-        (flow.kind == "rows" and flow.degree != -1)
-        or (flow.kind in ("reduced", "size") and flow.degree == 1)
-        for flow in flows
-    )
+    """Whether all losses add up over replicas."""
+    losses = [loss for loss in tf.nest.flatten(target) if is_symbolic(loss)]
+    return bool(losses) and all(_is_added(weight, loss) for loss in losses)
+
+
+def _is_added(weight: ReplicaWeight, loss: Any) -> bool:
+    """Whether a loss is a value per example, or a sum of them, which add up over replicas."""
+    if not is_symbolic(loss):
+        return False
+    flow = weight.flows.of(loss)
+    if flow.kind == "rows":
+        return flow.degree != -1
+    return flow.kind in ("reduced", "size") and flow.degree == 1
 
 
 def _output_gradients(weight: ReplicaWeight, target: Any) -> Any:
@@ -201,10 +207,19 @@ def _output_gradients(weight: ReplicaWeight, target: Any) -> Any:
 
     Gradients that flow from other replicas' losses to this replica's examples have the weights of
     those replicas. So this replica's weight must be applied before the gradients are computed. It
-    is removed from the gradients again, as they get it later.
+    is removed from the gradients again, as they get it later. Otherwise losses that add up have the
+    inverse of the weight, if they are beside means.
     """
-    if not _weighs_outputs(weight) or _are_added(weight, target):
+    added = [_is_added(weight, loss) for loss in tf.nest.flatten(target)]
+    weighs, fraction = _weighs_outputs(weight), weight.fraction
+    if _are_added(weight, target) or not (weighs or any(added)):
         return None
-    return tf.nest.map_structure(
-        lambda loss: tf.ones_like(loss) * tf.cast(weight.fraction, loss.dtype), target
-    )
+    one = tf.ones([], tf.float64)
+    of_mean = fraction if weighs else one
+    of_sum = one if weighs else tf.math.divide_no_nan(one, fraction)
+
+    def output(loss: Any) -> Any:
+        factor = of_sum if _is_added(weight, loss) else of_mean
+        return tf.ones_like(loss) * tf.cast(factor, loss.dtype)
+
+    return tf.nest.map_structure(output, target)

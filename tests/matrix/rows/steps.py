@@ -79,6 +79,31 @@ def loss_object() -> Case:
     return Case(model, classes(), predict=None)
 
 
+class ListOfLosses(LossObject):
+    """A tape differentiates the sum of its targets, here of a mean, a sum and a penalty."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            logits = self(x, training=True)
+            losses = [
+                self.loss_object(y, logits),
+                1e-2 * tf.reduce_sum(logits**2),
+                1e-2 * tf.reduce_sum(self.hidden.kernel**2),
+            ]
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(losses, variables), variables)
+        self.tracker.update_state(losses[0])
+        return {"mine": self.tracker.result()}
+
+
+@row("train_step: a list of means and sums", core=True)
+def list_of_losses() -> Case:
+    model = ListOfLosses()
+    model.compile(adam())
+    return Case(model, classes(), predict=None)
+
+
 class HandWritten(_Net):
     def train_step(self, data: Any) -> Any:
         x, y = data
