@@ -49,11 +49,11 @@ print(json.dumps(equal(there, fitted())))
 
 REFUSED = f"""{DIGITS}
 import json
-from tfmw.errors import TaskFailed
+from tfmw.errors import UsageError
 
 try:
     fitted(on=engine, backup_dir=folder)
-except TaskFailed as error:
+except UsageError as error:
     print(json.dumps(str(error)))
 """
 
