@@ -60,7 +60,7 @@ QUESTIONS = {  # question: (page, words of the answer)
         "docs/howto/gpu-machines.md",
         "tfmw check --hosts h0,h1",
     ),
-    "What does a backup cost?": ("docs/howto/backups.md", "stopped for 51 ms"),
+    "What does a backup cost?": ("docs/howto/backups.md", "stopped for 66 ms"),
     "Is there a Dockerfile?": ("docs/howto/containers.md", "docker build -t tfmw ."),
     "How do I stop in my train_step?": ("docs/howto/debug-scripts.md", "run_eagerly=True"),
     "What is a replica?": ("docs/reference/glossary.md", "one copy of the model on one device"),
