@@ -126,8 +126,7 @@ def _values(grad: Any) -> Any:
 def _by_weights(weight: ReplicaWeight, target: Any, grads: list[Any]) -> list[Any]:
     """Gradients of this replica's losses -> estimates of those of the global loss, if possible."""
     if _are_added(weight, target) or _weighs_outputs(weight):
-        whole = tf.math.divide_no_nan(tf.ones([], tf.float64), weight.fraction)
-        grads = scaled(grads, whole)
+        grads = scaled(grads, _inverse(weight))
     for grad in grads:
         if grad is not None:
             weight.flows.declare(_values(grad), Flow("reduced"))
@@ -210,16 +209,20 @@ def _output_gradients(weight: ReplicaWeight, target: Any) -> Any:
     is removed from the gradients again, as they get it later. Otherwise losses that add up have the
     inverse of the weight, if they are beside means.
     """
-    added = [_is_added(weight, loss) for loss in tf.nest.flatten(target)]
-    weighs, fraction = _weighs_outputs(weight), weight.fraction
+    losses = tf.nest.flatten(target)
+    added = [_is_added(weight, loss) for loss in losses]
+    weighs = _weighs_outputs(weight)
     if _are_added(weight, target) or not (weighs or any(added)):
         return None
     one = tf.ones([], tf.float64)
-    of_mean = fraction if weighs else one
-    of_sum = one if weighs else tf.math.divide_no_nan(one, fraction)
+    of_sum, of_mean = (one, weight.fraction) if weighs else (_inverse(weight), one)
+    outputs = [
+        tf.ones_like(loss) * tf.cast(of_sum if adds else of_mean, loss.dtype)
+        for loss, adds in zip(losses, added, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(target, outputs)
 
-    def output(loss: Any) -> Any:
-        factor = of_sum if _is_added(weight, loss) else of_mean
-        return tf.ones_like(loss) * tf.cast(factor, loss.dtype)
 
-    return tf.nest.map_structure(output, target)
+def _inverse(weight: ReplicaWeight) -> tf.Tensor:
+    """The inverse of a replica's fraction of the examples; 0 without examples."""
+    return tf.math.divide_no_nan(tf.ones([], tf.float64), weight.fraction)

@@ -215,14 +215,13 @@ def _backups(
         job: the workers, if they are those of a job: it sends the backup to this machine.
     """
     own = os.path.join(folder, "backups")
+    kept, every = own, _BACKUP_EVERY
     if job is not None:
         job.forget_backup()
         sent = _with_absolute_paths(sent)
         # Each call has a folder of its own in the workers.
-        kept = os.path.join(KEPT_BY_JOB, os.path.basename(folder))
-        backup = sent.backup or TemporaryBackup(kept, _BACKUP_OF_JOB_EVERY)
-    else:
-        backup = sent.backup or TemporaryBackup(own, _BACKUP_EVERY)
+        kept, every = os.path.join(KEPT_BY_JOB, os.path.basename(folder)), _BACKUP_OF_JOB_EVERY
+    backup = sent.backup or TemporaryBackup(kept, every)
     try:
         yield _with(sent, backup)
     except (KeyboardInterrupt, Preempted) as stopped:

@@ -96,10 +96,8 @@ class Workers:
         return self
 
     def __reduce__(self) -> Any:
-        return _closed, (
-            self._count,
-            self._engine,
-        )  # in the workers, where a callback may refer to them
+        # For callbacks that refer to them, in the workers.
+        return _closed, (self._count, self._engine)
 
     def __enter__(self) -> Workers:
         return self

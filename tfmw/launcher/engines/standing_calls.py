@@ -61,8 +61,7 @@ class Calls:
 
     def answered(self, count: int, rank: int, number: int, body: bytes) -> None:
         """Records the result of one of `count` tasks, and writes all once they are complete."""
-        if number == self._sent:
-            self._answers[rank] = body
+        self._answers[rank] = body
         if len(self._answers) == count:
             answers = [self._answers[rank] for rank in range(count)]
             own_files.write(self.folder / f"answer-{number}", pickle.dumps(answers))

@@ -83,8 +83,8 @@ class JobWorkers:
         with Signals(leave=(signal.SIGINT, *LEAVE)) as stop:
             while (outcomes := self.job.outcomes(f"answer-{number}")) is None:
                 self._output.copy(sys.stdout)
-                if self._problem() is not None:
-                    self._fail()
+                if (problem := self._problem()) is not None:
+                    self._fail(problem)
                 if stop.received and self._said["leave"] != number:
                     self._say(leave=number)
                 if stop.hurry:
@@ -115,9 +115,8 @@ class JobWorkers:
             return str(found.get("problem") or found["state"])
         return "its tasks were started again" if found.get("attempt", 0) else None
 
-    def _fail(self) -> None:
+    def _fail(self, problem: str) -> None:
         """Raises the error that has ended the job."""
-        problem = self._problem()
         try:
             if self.job.status() in ENDED:
                 self._output.copy(sys.stdout)
