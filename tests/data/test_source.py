@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from tfmw import data
 from tfmw.compat import datasets
+from tfmw.data.shuffled_arrays import ShuffledArrays
 
 X = np.arange(14.0).reshape(7, 2)  # float64
 Y = np.arange(7)
@@ -74,6 +76,69 @@ def test_a_worker_copies_its_own_examples_of_arrays_only(monkeypatch: pytest.Mon
     shard = data.Source(X, batch_size=4).shard(data.Sharding(2, 1), data.SharedOrder())
     assert [int(total) for _, _, total in shard.dataset] == [4, 3]
     assert taken == [[1, 3], [5]]
+
+
+def _rows(batches: Any) -> list[str]:
+    """The rows of batches, each with all of its leaves."""
+    leaves = ([leaf for leaf in _leaves(b) if leaf is not None] for b in batches)
+    return [str(row) for batch in leaves for row in zip(*batch, strict=True)]
+
+
+def _passes(shard: data.Shard, start: int = 0, passes: int = 3) -> list[list[Any]]:
+    """The parts of this worker that count, of each pass from a batch on."""
+    assert shard.rest is not None
+    assert shard.steps == 3
+    elements = iter(shard.rest(start))
+    found: list[list[Any]] = []
+    for number in range(start, 3 * passes):
+        if number == start or number % 3 == 0:
+            found.append([])
+        parts, counts, total = next(elements)
+        assert int(total) <= 3
+        found[-1] += [p for p, n in zip(parts, counts, strict=True) if n]
+    return found
+
+
+@pytest.mark.parametrize("name", ["weights", "dicts", "strings", "nobody's", "ragged", "sparse"])
+def test_arrays_that_are_shuffled_without_a_seed(name: str) -> None:
+    x, y, weight = (*ARRAYS[name], None, None)[:3]
+    source = data.Source(x, y, weight, batch_size=3, shuffle=True)
+    theirs = datasets.data_adapter(x, y, weight, batch_size=3).get_tf_dataset()
+    order = data.SharedOrder(seed=5)
+    alone = source.shard(data.Sharding(), order)
+    keras_spec = datasets.data_adapter(x, y, weight, batch_size=3, shuffle=True)
+    assert alone.element_spec == keras_spec.get_tf_dataset().element_spec or name == "nobody's"
+    passes = [_rows(batches) for batches in _passes(alone)]
+    assert [sorted(rows) for rows in passes] == [sorted(_rows(theirs))] * 3
+    assert len({str(rows) for rows in passes}) == 3
+    shards = [source.shard(data.Sharding(2, rank), order) for rank in range(2)]
+    for i, batches in enumerate(zip(*map(_passes, shards), strict=True)):
+        assert sorted(row for own in batches for row in _rows(own)) == sorted(passes[i])
+    assert _rows(_passes(alone, 4)[0]) == passes[1][3:], "from an index on"
+    whole = dataclasses.replace(source, split=False).shard(data.Sharding(), order)
+    assert sorted(_rows(parts[0] for parts, *_ in whole.dataset)) == sorted(passes[0])
+
+
+def test_orders_of_shuffled_arrays_are_fair() -> None:
+    counts: np.ndarray = np.zeros([10, 10], int)
+    arrays = ShuffledArrays(lambda i: i, 10, 10, within_batches=False, seed=1)
+    for number in range(2000):
+        counts[np.arange(10), arrays.indices(tf.constant(number, tf.int64)).numpy()] += 1
+    assert counts.min() > 150  # 200 each; 3.7 standard deviations
+    assert counts.max() < 250
+
+
+def test_rows_stay_in_their_batch_if_only_batches_are_shuffled() -> None:
+    source = data.Source(np.arange(9.0), batch_size=3, shuffle="batch")
+    rows = _rows(
+        b for each in _passes(source.shard(data.Sharding(), data.SharedOrder(3))) for b in each
+    )
+    assert len({str(rows[i : i + 9]) for i in (0, 9, 18)}) == 3
+    for first in range(0, 27, 3):
+        start = first % 9
+        assert sorted(rows[first : first + 3]) == [
+            f"({float(i)},)" for i in range(start, start + 3)
+        ]
 
 
 class _Counted(keras.utils.PyDataset):

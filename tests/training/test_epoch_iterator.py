@@ -375,7 +375,7 @@ def _reordered(name: str) -> tf.data.Dataset:
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_resumed_run_creates_one_shard_of_small_arrays(
+def test_a_resumed_run_creates_one_shard_of_arrays(
     shuffle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def of_arrays(position: data.Cursor | None = None) -> EpochIterator:
@@ -410,6 +410,21 @@ def test_a_resumed_run_creates_one_shard_of_small_arrays(
             resumed.end_epoch()
             resumed.begin_epoch()
             assert read(resumed) == later
+
+
+def test_passes_over_shuffled_arrays_are_read_by_one_iterator() -> None:
+    epoch = iterator(data.Source(np.arange(EXAMPLES), batch_size=4, shuffle=True), data.Sharding())
+    used, orders = [], []
+    for stop in [None, 2, None, None]:  # the second epoch is left before its end
+        epoch.begin_epoch()
+        used.append(epoch.iterator)
+        orders.append(read(epoch, stop or 1000))
+        epoch.end_epoch()
+    assert used[0] is used[1]
+    assert used[2] is used[3]
+    whole = [sorted(i for step in each for i in step) for each in orders]
+    assert whole[0] == whole[2] == whole[3] == list(range(EXAMPLES))
+    assert len({str(each[:2]) for each in orders}) == 4
 
 
 @pytest.mark.usefixtures("unknown_states")

@@ -70,6 +70,36 @@ def batches_of_slices(adapter: Any) -> tf.data.Dataset | None:
     return tf.data.Dataset.from_tensor_slices(arrays).batch(adapter._batch_size)
 
 
+def shuffled_rows(adapter: Any) -> dict[str, Any] | None:
+    """Returns the arrays that an adapter shuffles; None for other adapters.
+
+    Returns:
+        "rows", a function: int64 [k] -> the batch of these rows, their "count", the "size" of a
+        batch, and whether rows stay "within_batches"; the arguments of `ShuffledArrays`.
+    """
+    if type(adapter) is not array_data_adapter.ArrayDataAdapter or not adapter._shuffle:
+        return None
+    wrapper = array_slicing.TensorflowSparseWrapper
+    with tf.device("cpu:0"):
+        arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
+        arrays = keras.tree.map_structure(
+            lambda a: tf.convert_to_tensor(a) if isinstance(a, np.ndarray) else a,
+            keras.tree.lists_to_tuples(arrays),
+        )
+
+    def rows(indices: tf.Tensor) -> Any:
+        def of_one(leaf: Any) -> Any:
+            if isinstance(leaf, wrapper):
+                return array_slicing.slice_tensorflow_sparse_wrapper(leaf, indices)
+            return tf.gather(leaf, indices) if tf.is_tensor(leaf) else None
+
+        return keras.tree.traverse(of_one, arrays)
+
+    within = adapter._shuffle == "batch"
+    size = adapter._batch_size
+    return {"rows": rows, "count": adapter._num_samples, "size": size, "within_batches": within}
+
+
 def signature_of(adapter: Any) -> Any:
     """Structure of tf.TypeSpec for a batch of Grain, after `get_tf_dataset` was called."""
     return adapter._output_tf_signature

@@ -23,6 +23,7 @@ from tfmw.data.py_dataset import OrderedPyDataset, PyDatasetHooks
 from tfmw.data.python_sources import GeneratorHooks, Journal
 from tfmw.data.random_state import share_random_state
 from tfmw.data.sharding import shard_dataset
+from tfmw.data.shuffled_arrays import ShuffledArrays
 from tfmw.data.values import Shard, Sharding, SharedOrder
 from tfmw.data.whole_batches import shard_function
 from tfmw.errors import UsageError
@@ -35,7 +36,7 @@ _LOOKED_AT = -1  # index of a source: the batches of a `PyDataset` that show its
 class Source:
     """The data arguments of fit, evaluate or predict.
 
-    `shard` may be called once per epoch: shuffled arrays have a new order in each epoch.
+    `shard` may be called once per epoch, where each pass needs a shard of its own.
     """
 
     x: Any
@@ -123,7 +124,13 @@ class Source:
         known: dict[str, Any] = {}
         dataset, read_ahead = self.x, True
         if not datasets.is_dataset(dataset):
-            dataset, known, read_ahead = self._read_by_keras(sharding, order)
+            shuffled = self._shuffled_arrays(order)
+            if shuffled is not None and self.split:
+                return shuffled.shard(sharding)
+            if shuffled is not None:
+                dataset, known = shuffled.one_pass(), {"steps": shuffled.batches_per_pass}
+            else:
+                dataset, known, read_ahead = self._read_by_keras(sharding, order)
         if (batches := known.pop("rest", None)) is not None:
             known["rest"] = lambda start: (
                 shard_dataset(
@@ -187,8 +194,6 @@ class Source:
         # The permutation op of the array adapter uses the global seed.
         local = datasets.global_seed()
         seed = order.agree(local)
-        if sharding.replicas > 1 and seed is None:
-            seed = order.agree(order.seed)
         own = seed == local
         with contextlib.nullcontext() if own else datasets.substituted_global_seed(seed):
             dataset = adapter.get_tf_dataset()
@@ -210,6 +215,16 @@ class Source:
         if adapter.num_batches is not None:  # the pipelines have no known length
             known["steps"] = int(adapter.num_batches)
         return dataset, known, ahead
+
+    def _shuffled_arrays(self, order: SharedOrder) -> ShuffledArrays | None:
+        """Arrays to shuffle by the seed of the order, as there is no global one."""
+        if self.is_read_once or not self.shuffle or order.seed < 0:
+            return None
+        if order.agree(datasets.global_seed()) is not None:
+            return None  # Keras's order
+        adapter = datasets.data_adapter(self.x, self.y, self.sample_weight, **self._options)
+        known = datasets.shuffled_rows(adapter)
+        return None if known is None else ShuffledArrays(**known, seed=order.agree(order.seed))
 
     @functools.cached_property
     def journal(self) -> Journal:
@@ -255,13 +270,14 @@ class Source:
     def has_shards_of_passes(self) -> bool:
         """Whether each pass needs a shard of its own, for a new order.
 
-        Keras reshuffles arrays, and the place of a shuffle in its sequence of orders may be unknown
-        in another TensorFlow.
+        Shuffled arrays need one if replicas take whole batches. Shuffles of `tf.data` need one if
+        another TensorFlow keeps their place in the sequence of orders in an unknown form.
         """
         if datasets.is_dataset(self.x):
             return Pipeline.of(self.x).may_reorder and not has_known_states()
         is_array = not (self.is_function() or self.is_read_once)
-        return bool(self.shuffle) and is_array and datasets.global_seed() is None
+        unseeded = bool(self.shuffle) and is_array and datasets.global_seed() is None
+        return unseeded and not self.split
 
 
 def _of_this_worker(x: Any) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:

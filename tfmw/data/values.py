@@ -195,8 +195,10 @@ class Shard:
         size_known: whether the dataset contains the number of examples of each step.
         reshuffles: its shuffles that have a new order in each pass.
         hooks: hooks to call around each epoch.
-        rest: number of batches -> the dataset without them, if an index of Python code gives the
-            batches; otherwise None.
+        rest: number of batches -> the dataset without them, if batches have an index; otherwise
+            None.
+        has_all_passes: whether the dataset has all passes, one after another, whose batches `rest`
+            counts.
     """
 
     dataset: tf.data.Dataset
@@ -209,6 +211,7 @@ class Shard:
     reshuffles: ShuffleProgress = dataclasses.field(default_factory=ShuffleProgress)
     hooks: EpochHooks = dataclasses.field(default_factory=EpochHooks)
     rest: Callable[[int], tf.data.Dataset] | None = None
+    has_all_passes: bool = False
 
     def batches(self, start: int, per_step: int = 1) -> tf.data.Dataset:
         """The dataset from a batch of the data on, of which `per_step` make a step."""

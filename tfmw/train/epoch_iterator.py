@@ -80,6 +80,8 @@ class EpochIterator:
         self._passes = 0
         self.iterator: Any = None  # iterator of the current pass; None between two passes
         self._steps_in_pass = 0
+        self._all_passes: Any = None  # iterator of a shard that has them, and the batches it read:
+        self._batches_read = 0
         self._pass_end: Any = None  # the most steps of the current pass; see `Shard.steps`
         self._orders: list[int] = []  # orders before the current pass, for each of these shuffles:
         self._reshuffles: Any = ()
@@ -170,6 +172,7 @@ class EpochIterator:
         """
         self.steps_done += steps
         self._steps_in_pass += steps
+        self._batches_read += steps
         if self.steps_done == steps:  # the first call of an epoch
             self._source.journal.refuse_other_elements(self._group)
         if steps == max_steps:
@@ -234,10 +237,11 @@ class EpochIterator:
         is_current = self._shard_pass == self._passes or not source.has_shards_of_passes
         read_over = source.is_small and batches == skip * self._batches_per_step
         read_once = skip and source.is_read_once and batches % self._batches_per_step == 0
+        begins_anew = not (read_once or shard.has_all_passes)
         if read_once:
             rest = shard.batches(batches, self._batches_per_step)
             shard = dataclasses.replace(shard, dataset=rest)
-        elif not is_current or (skip and not read_over):
+        elif begins_anew and (not is_current or (skip and not read_over)):
             # Elements are skipped below the maps, so that they are not decoded.
             shard = source.shard(self._sharding, self._order_of(self._passes), batches)
             if not skip:
@@ -246,7 +250,12 @@ class EpochIterator:
         if batches != skip * self._batches_per_step and self._pass_steps is not None:
             # Other replicas began this pass.
             rest = self._pass_steps - batches // self._batches_per_step
-            self._pass_end = skip + (rest if read_once else shard.steps or 0)
+            self._pass_end = skip + ((shard.steps or 0) if begins_anew else rest)
+        if shard.has_all_passes:
+            self.iterator = self._iterate_from(self._passes * (shard.steps or 0) + batches)
+            self._passes += 1
+            self._steps_in_pass = skip
+            return
         self._passes += 1
         self._steps_in_pass = skip
         self._reshuffles = shard.reshuffles
@@ -262,6 +271,13 @@ class EpochIterator:
         self.iterator = self._iterate(shard, self._orders, now if shard is self.shard else None)
         for _ in range(skip if shard is self.shard else 0):
             next(self.iterator)
+
+    def _iterate_from(self, batch: int) -> Any:
+        """Iterates over all passes from a batch on, which mostly follows the last pass."""
+        if self._all_passes is None or self._batches_read != batch:
+            rest = self.shard.batches(batch) if batch else self.shard.dataset
+            self._all_passes, self._batches_read = iter(rest), batch
+        return self._all_passes
 
     def _order_of(self, number: int) -> data.SharedOrder:
         """The order of a pass."""
