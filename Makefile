@@ -54,6 +54,9 @@ demo: $(STAMP)
 	@$(QUIET) $(BIN)/tfmw run --workers 2 recipes/digits.py --export_dir=build/digits
 	@$(QUIET) $(BIN)/python recipes/predict.py --export_dir=build/digits $(WITHOUT_NOTICES)
 
+# With it, each process compiles the package, and each run of pytest rewrites all tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Files of tests at a time: two of them keep two cores busy.
 JOBS ?= 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import re
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.buckets import CREDENTIALS, s3
-from tests.helpers.cluster import PROGRAMS, tfmw_command
+from tests.helpers.cluster import PROGRAMS, forked_command
 from tfmw.errors import PREEMPTED
 from tfmw.storage.bucket import Bucket
 from tfmw.train.checkpoint.store import BackupStore
@@ -53,7 +54,7 @@ def train(
     folder: Path,
     disturb: Disturb,
     *options: str,
-    launcher_too: Any = None,
+    launcher_too: Callable[[int, int], None] | None = None,
     arguments: Sequence[str] = (),
     backup_dir: str = "",
 ) -> Trained:
@@ -65,9 +66,8 @@ def train(
     env = {"TFMW_RESULT": str(folder / "results")}
     output, attempt, began = "", 0, time.monotonic()
     made: list[float] = []
-    with tfmw_command(*command, env=env) as run:
-        assert run.stdout
-        for line in run.stdout:
+    with forked_command(*command, env=env) as run:
+        for line in run.lines():
             output += line
             attempt += line.startswith(("tfmw: restart ", "tfmw: attempt "))
             if found := re.search(r"\[worker (\d)\] made step (\d+) (\d+)", line):
@@ -75,12 +75,13 @@ def train(
                 made.append(time.monotonic())
                 disturb(worker, step, attempt, pid)
                 if launcher_too:
-                    launcher_too(run, step)
-        run.wait(timeout=60)
+                    launcher_too(run.pid, step)
+        status, left = run.wait()
+    assert not left, f"processes survive the run: {left}"
     files = [folder / "results" / f"worker_{i}.json" for i in (0, 1)]
     found_results = [json.loads(file.read_text()) for file in files if file.exists()]
     seconds = time.monotonic() - began
-    return Trained(run.returncode, output, found_results, seconds, made[-1] - made[0])
+    return Trained(status, output, found_results, seconds, made[-1] - made[0])
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -198,10 +199,10 @@ def test_row_13_one_task_is_preempted_then_the_launcher(undisturbed, tmp_path):
         if (attempt, worker) == (0, 1) and step == 5:
             kill(pid, signal.SIGTERM)
 
-    def launcher_too(run: subprocess.Popen[str], step: int) -> None:
+    def launcher_too(launcher: int, step: int) -> None:
         if step == 20 and not told:
             told.append(step)
-            run.send_signal(signal.SIGUSR1)
+            os.kill(launcher, signal.SIGUSR1)
 
     done = train(tmp_path, disturb, "--max-restarts", "1", launcher_too=launcher_too)
     assert done.status == PREEMPTED, done.output

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import io
-import os
 import random
 import re
-import subprocess
-import sys
 import tarfile
 import threading
 from pathlib import Path
@@ -19,7 +16,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.helpers.buckets import NIGHTLY, opened, put
-from tests.helpers.cluster import ROOT
+from tests.helpers.cluster import run_command
 from tfmw.cluster import membership
 from tfmw.cluster.cluster import Cluster
 from tfmw.data import bucket_files, record_index
@@ -255,8 +252,7 @@ cache._database.create_function("die", 0, lambda: os._exit(9))
 cache._database.execute("CREATE TEMP TRIGGER t AFTER INSERT ON ranges BEGIN SELECT die(); END")
 file.read([(2000, 900000)])
 """
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-c", program], env=environ).returncode == 9
+    assert run_command("python", "-c", program) == (9, "")
     server.sent_to.clear()
     file = cached(f"{url}/a", tmp_path)
     assert file.read([(0, 1000)]) == [content[:1000]]

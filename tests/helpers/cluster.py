@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.template import Template
+from tests.helpers.template import Run, Template
 from tfmw.launcher.environment import task_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +102,9 @@ def run_cluster(
         status: the exit status that is expected; None accepts any.
         options: more options of `tfmw run`.
     """
-    options = ["--workers", str(workers), "--ps", str(ps), *options]
+    # By default `tfmw run` forks no single task, and none that calls `tfmw.init` by itself: each
+    # would import TensorFlow, which takes seven seconds of a core.
+    options = ["--standby", "on", "--workers", str(workers), "--ps", str(ps), *options]
     options += ["--evaluator"] if evaluator else []
     path = PROGRAMS / Path(program).name
     path = path if path.exists() else Path(program)
@@ -159,6 +161,18 @@ def _run(
     status, left = run.wait()
     assert not left, f"processes survive the run: {left}"
     return status, printed
+
+
+@contextlib.contextmanager
+def forked_command(*command: str, env: Mapping[str, str] | None = None) -> Iterator[Run]:
+    """`tfmw ...`, started as `run_cluster` does; the caller reads its lines, and waits for it."""
+    run = _template().start(["tfmw", *command], _environment(env or {}), os.getcwd())
+    try:
+        yield run
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(run.pid, signal.SIGKILL)  # its keeper ends the tasks
+        raise
 
 
 _one_at_a_time = threading.Lock()  # fixtures start runs in several threads

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -92,6 +92,11 @@ class Run:
                 return b"".join(parts).decode(errors="replace")
             parts.append(part)
         return None
+
+    def lines(self) -> Iterator[str]:
+        """Lines of its output, as they come, until all processes of the run have ended."""
+        with open(self._output, errors="replace") as printed:
+            yield from printed
 
     def wait(self) -> tuple[int, list[str]]:
         """The exit status, and the command lines of the processes that outlived the run."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.helpers.buckets import s3
-from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
+from tests.helpers.cluster import PROGRAMS, run_command
 from tests.helpers.prepared import X, Y, prepared
 from tfmw.cluster.cluster import BACKUP_DIR
 from tfmw.compat import model_methods
@@ -55,15 +53,10 @@ def assert_equal(numbers: Any, expected: Any) -> None:
 def by_keras(mode: str, folder: Path, **variables: str) -> dict[str, Any]:
     """The numbers of the program in a process of its own, without tfmw."""
     folder.mkdir()
-    run = subprocess.run(
-        [sys.executable, str(PROGRAMS / "plain_keras.py"), mode, str(folder)],
-        env={**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, **variables},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=500,
-    )
-    numbers: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    program = PROGRAMS / "plain_keras.py"
+    status, output = run_command("python", program, mode, str(folder), env=variables)
+    assert status == 0, output
+    numbers: dict[str, Any] = json.loads(output.splitlines()[-1])
     return numbers
 
 
