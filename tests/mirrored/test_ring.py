@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import operator
 import queue
 import re
@@ -594,9 +593,10 @@ class TestTraining:
 
     def test_the_weights_are_those_of_one_process(self, tasks):
         """Every update is of its own step's gradients, over all workers."""
+        alone = tasks[0]["alone"]["values"]
         for task in each(tasks):
             for way in ("over", "over TCP", "without"):
-                for got, expected in zip(task[way]["values"], task["alone"]["values"], strict=True):
+                for got, expected in zip(task[way]["values"], alone, strict=True):
                     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 
     def test_workers_with_different_weights_take_the_chiefs(self, tasks):
@@ -627,14 +627,14 @@ class TestTraining:
     def test_training_continues_in_cached_traces(self, tasks):
         """Traces stay valid after evaluations and between them, over either ring."""
         ways = ("trained again", "trained again, chosen")
-        runs = [run["weights"] for task in tasks for way in ways for run in task[way]]
+        runs = [task[way]["weights"] for task in tasks for way in ways]
         for weights in each(runs):
             for got, expected in zip(weights, runs[0], strict=True):
                 np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
     def test_an_evaluation_within_a_call_leaves_each_replica_its_random_state(self, tasks):
-        for way, run in itertools.product(("trained again", "trained again, chosen"), (0, 1)):
-            states = [task[way][run]["states"] for task in tasks]
+        for way in ("trained again", "trained again, chosen"):
+            states = [task[way]["states"] for task in tasks]
             for before, after in (state[i : i + 2] for state in states for i in (0, 2)):
                 assert before == after
             assert states[0] != states[1]

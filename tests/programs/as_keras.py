@@ -594,6 +594,7 @@ class Grows(keras.utils.PyDataset):
 
 def lengths_that_change(trainer: Any) -> Any:
     out: list[Any] = []
+    model = compiled(keras.Input((4,)))  # one, so that it is traced once
     for workers, train, validation in (
         (1, (7,), (3, 4, 5, 6)),
         (2, (7, 6, 5), (6, 5, 4)),
@@ -603,7 +604,7 @@ def lengths_that_change(trainer: Any) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Your input ran out of data")
             history = trainer.fit(
-                compiled(), data, epochs=3, shuffle=False, validation_data=held_out
+                model, data, epochs=3, shuffle=False, validation_data=held_out
             ).history
         out.append([history, data.calls, held_out.calls])
     return out
@@ -629,6 +630,7 @@ def generators_over_several_calls(trainer: Any) -> Any:
             yield X[i : i + 4], Y[i : i + 4]
 
     # A pass after the last batch has the two that Keras has looked at.
+    model = compiled(keras.Input((4,)))
     for data, options in (
         (five(), {}),
         (five(), {"steps_per_epoch": 3}),
@@ -637,7 +639,6 @@ def generators_over_several_calls(trainer: Any) -> Any:
     ):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Your input ran out of data")
-            model = compiled(keras.Input((4,)))
             out.append(trainer.fit(model, data, epochs=3, shuffle=False, **options).history)
     return out
 
@@ -908,6 +909,8 @@ def replicas_keep_seeds_of_their_own(trainer: Any) -> Any:
 
 def states_of_examples(trainer: Any) -> Any:
     """Errors of each method, of tfmw; nothing of Keras."""
+    if not trainer.is_tfmw:
+        return []
     x: np.ndarray = np.ones([8, 5, 3], "float32")
     y: np.ndarray = np.ones([8, 1], "float32")
     errors = []

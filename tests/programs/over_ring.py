@@ -239,11 +239,11 @@ def over() -> dict[str, Any]:
     rejoin()
     return found | {
         "over": trained(),
-        "alone": trained(strategy="default"),
+        "alone": trained(strategy="default") if cluster.is_chief else {},
         "16 bits": trained(gradient_compression="bf16"),
         "begun apart": trained(5 + cluster.index),
         "agreed": agreed(cluster.index),
-        "trained again": [trained_again(first) for first in (False, True)],
+        "trained again": trained_again(evaluated_first=False),
         "called by users": called_by_users(cluster.index),
         "listening": listening(),
     }
@@ -255,7 +255,7 @@ def not_over() -> dict[str, Any]:
         "begun apart, chosen": trained(5 + cluster.index),
         "agreed, chosen": agreed(cluster.index),
         "called again, chosen": [called_again(cluster.index)],
-        "trained again, chosen": [trained_again(first) for first in (False, True)],
+        "trained again, chosen": trained_again(evaluated_first=True),
         "called by users, chosen": called_by_users(cluster.index),
     }
 

@@ -85,13 +85,13 @@ def everything() -> None:
     model.save(folder / "model.keras")
     keras.saving.save_model(model, folder / "function.keras")
     model.export(folder / "exported", verbose=False)
+    numbers["deepcopy"] = copy.deepcopy(model).fit(X, Y, verbose=0).history
     for name, each in {
-        "deepcopy": copy.deepcopy(model),
         "clone_model": cloned,
         "load_model": keras.models.load_model(folder / "model.keras"),
         "a model inside": part,
     }.items():
-        numbers[name] = each.fit(X, Y, verbose=0).history
+        numbers[name] = each.evaluate(X, Y, verbose=0)
     numbers["weights"] = [w.tolist() for w in model.get_weights()]
 
 
