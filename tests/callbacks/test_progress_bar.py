@@ -326,6 +326,7 @@ def test_on_a_terminal_they_draw_bars_and_return_what_keras_returns(monkeypatch)
     assert re.match(r"2/2 ━{20} \d+s \d+[mu]?s/step - [\d,]+ examples/s *$", predict)
 
 
+@pytest.mark.nightly  # `make test` has the README and `make demo`
 @pytest.mark.process
 def test_run_prints_task_output_and_logs_everything(tmp_path):
     """The real TensorFlow on two workers: its notices are in the logs and nowhere else."""

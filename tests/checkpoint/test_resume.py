@@ -39,9 +39,9 @@ ALONE_TOO = [
     "several_optimizers", "callbacks", "schedule_that_goes_on_from_its_last_rate",
     "steps_made_again_in_arrays",
 ]  # fmt: skip
-TOGETHER = ["mapped_at_random", "py_dataset"]
+TOGETHER = ["mapped_at_random"]
 TOGETHER_TOO = [
-    "arrays_shuffled", "of_input_context", "grain_by_state", "hugging_face",
+    "py_dataset", "arrays_shuffled", "of_input_context", "grain_by_state", "hugging_face",
     "layers_with_state", "averages_of_replicas_between_steps", "callbacks",
     "grain_by_index", "grain_loader", "parquet",
     "repeated_with_steps", "filtered", "averages_of_schedule_free", "several_optimizers",
@@ -93,7 +93,7 @@ def test_two_processes_resume_bit_for_bit(together, name):
     assert first["history"] == second["history"]
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", cases(TOGETHER, ["py_dataset"]))
 @pytest.mark.parametrize("run", cases(["together"], ["alone"]))
 def test_each_example_is_trained_on_once_in_each_epoch(run, name, request):
     result = request.getfixturevalue(run)[0][name]
@@ -158,7 +158,6 @@ def test_row_35_killed_while_a_part_is_written_and_again_during_a_restore(
             backups,
             "part 3@0:1",  # of step 9; the backup of step 6 stays the newest
             "restore@1:0",
-            "step 10@2:1",
             workers=2,
             restarts=4,
         )
@@ -167,7 +166,7 @@ def test_row_35_killed_while_a_part_is_written_and_again_during_a_restore(
             assert any("/part-00001.data" in request for request in server.requests)
             left = Bucket(str(backups)).names("data")
             assert len({name.split("/")[1] for name in left}) == 2, "a part of a backup was left"
-    assert [run["attempt"] for run in runs] == ["3", "3"], output
+    assert [run["attempt"] for run in runs] == ["2", "2"], output
     assert re.search(r"restored step 6 from", output)
     assert not list((folder / "killed").glob(".*writing*")), "a part of a backup was left"
     assert runs[0]["bits"] == runs[1]["bits"] == undisturbed[0]["bits"]

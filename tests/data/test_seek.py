@@ -160,7 +160,7 @@ OF_FILES = [
         *(reader, shuffled, above),
         id=f"{reader}, {'shuffled files, ' * shuffled}{above}",
         marks=[pytest.mark.nightly]
-        * (above != "shuffle all, repeat" or not shuffled or number % 2),
+        * (above != "shuffle all, repeat" or not shuffled or number % 4 > 0),
     )
     for number, reader in enumerate((*READERS, *LINES))
     for shuffled in (False, True)

@@ -80,7 +80,7 @@ MOVES = {
 
 @pytest.mark.parametrize("skip", cases([2], [0]))
 @pytest.mark.parametrize("drop", cases([False], [True]))
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", every(2, MOVES))
 def test_arrays_are_divided_by_indices_as_examples_are(name: str, drop: bool, skip: int) -> None:
     """A worker has the examples, in order, that it has where each of them is walked past."""
     numbers = np.arange(17)

@@ -76,7 +76,7 @@ def updated(make: Callable[[], Any], monkeypatch: Any, choice: str) -> tuple[lis
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", every(2, OPTIMIZERS))
+@pytest.mark.parametrize("name", every(4, OPTIMIZERS))
 def test_fused_update_equals_keras(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, plain_graphs = updated(OPTIMIZERS[name], monkeypatch, "off")
     fused, fused_graphs = updated(OPTIMIZERS[name], monkeypatch, "on")

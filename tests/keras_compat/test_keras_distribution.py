@@ -74,6 +74,7 @@ def test_processes_that_keras_variables_describe_train_as_one() -> None:
     assert model_parallel.startswith("received ModelParallel, and on the TensorFlow backend each")
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_data_parallel_trains_on_all_devices_of_a_process() -> None:
     (found,) = run("devices", {})

@@ -85,7 +85,7 @@ def _two(row: Row) -> str:
 
 def _core(row: Row) -> str:
     if row.fast:  # most of them are for two processes
-        return "" if row.name in ("arrays", "batches that replicas do not divide") else "nightly"
+        return "" if row.name == "batches that replicas do not divide" else "nightly"
     return "nightly" if row.nightly else ""
 
 

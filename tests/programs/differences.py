@@ -1008,9 +1008,9 @@ def moving_codes() -> keras.Model:
     return compiled(keras.Sequential([encoder(), MovingCodes(), dense(CLASSES)]))
 
 
-EQUAL = [vae, wgan_gp, sharpness_aware, codebook, added_codes, adversarial]
+EQUAL = [wgan_gp, codebook, added_codes, adversarial]
 EQUAL_TOO = [
-    *(of_constants, sum_by_hand, synchronized_norm),
+    *(vae, sharpness_aware, of_constants, sum_by_hand, synchronized_norm),
     *(vq_vae, real_nvp, siamese, deep_fm, distillation, gradient_centralization, mixup),
     *(loss_in_a_function, recurrent, normalized_batches, contrastive, conditional_gan, cycle_gan),
     *(speech, detection, gan, added_losses, transformer, masked_language_model),

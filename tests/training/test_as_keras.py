@@ -104,10 +104,8 @@ SCENARIOS = [
     "orders_drawn_without_a_seed",
     "lengths_that_change",
     "generators_over_several_calls",
-    "methods_of_the_class",
     "logs_computed_from_logs",
     "pipelines_that_keep_something",
-    "tasks_of_keras_hub",
 ]
 SCENARIOS_TOO = [
     "a_fit_of_several_trainings",
@@ -136,6 +134,8 @@ SCENARIOS_TOO = [
     "metrics_reset_by_a_callback",
     "swapped_moving_averages_of_weights",
     "moving_averages_resumed_within_an_epoch",
+    "methods_of_the_class",
+    "tasks_of_keras_hub",
 ]
 
 

@@ -186,7 +186,7 @@ def set_policy(model):
 CHANGES = [freeze, compile_again, set_attribute, set_rate_of_dropout, set_eager, set_policy]
 
 
-@pytest.mark.parametrize("change", every(2, [set_values, *CHANGES]))
+@pytest.mark.parametrize("change", every(3, [set_values, *CHANGES]))
 def test_every_change_of_a_model_reaches_workers_that_stay(here, change):
     """The results are those of a worker that has nothing yet."""
     model = made()

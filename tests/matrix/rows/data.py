@@ -48,7 +48,7 @@ def indivisible() -> Case:
     return _case(classes(EXAMPLES, 7))
 
 
-@row("last batch smaller than the number of replicas", core=True, fast=True)
+@row("last batch smaller than the number of replicas", core=True, nightly=True)
 def tail() -> Case:
     return _case(classes(17))
 
@@ -205,7 +205,7 @@ class MeanWord(keras.Model):
         return self.head(summed / tf.reduce_sum(known, axis=1))
 
 
-@row("ragged inputs")
+@row("ragged inputs", nightly=True)
 def ragged() -> Case:
     random = np.random.default_rng(8)
     lengths = random.integers(1, 6, EXAMPLES)

@@ -94,7 +94,7 @@ def run_eagerly_reads_values() -> Case:
     return Case(compiled(ReadsValues(), adam(), run_eagerly=True), classes(20))
 
 
-@row("gradients as bfloat16", tol=2e-2, only=("devices", "two"))
+@row("gradients as bfloat16", nightly=True, tol=2e-2, only=("devices", "two"))
 def gradient_compression_bf16() -> Case:
     return Case(compiled(mlp(), adam()), classes(), ours={"gradient_compression": "bf16"})
 

@@ -17,7 +17,7 @@ def sequential() -> Case:
     return Case(compiled(mlp(), adam()), classes())
 
 
-@row("functional, several inputs and outputs as dicts", core=True, fast=True)
+@row("functional, several inputs and outputs as dicts", core=True, nightly=True)
 def functional() -> Case:
     a, b = keras.Input([5], name="a"), keras.Input([2], name="b")
     hidden = layers.Dense(4, activation="tanh")(layers.Concatenate()([a, b]))

@@ -43,7 +43,7 @@ class ComputesLoss(_Net):
 
 
 # Its logged loss is a mean over steps, each of which counts once.
-@row("train_step: self.compute_loss", core=True)
+@row("train_step: self.compute_loss", core=True, nightly=True)
 def computes_loss() -> Case:
     return Case(compiled(ComputesLoss(), adam()), classes(), predict=None)
 
