@@ -121,7 +121,7 @@ def test_arrays_that_are_shuffled_without_a_seed(name: str) -> None:
 
 def test_orders_of_shuffled_arrays_are_fair() -> None:
     counts: np.ndarray = np.zeros([10, 10], int)
-    arrays = ShuffledArrays(lambda i: i, 10, 10, within_batches=False, seed=1)
+    arrays = ShuffledArrays(lambda i: i, 10, 10, within_batches=False, order=1)
     for number in range(2000):
         counts[np.arange(10), arrays.indices(tf.constant(number, tf.int64)).numpy()] += 1
     assert counts.min() > 150  # 200 each; 3.7 standard deviations
@@ -139,6 +139,18 @@ def test_rows_stay_in_their_batch_if_only_batches_are_shuffled() -> None:
         assert sorted(rows[first : first + 3]) == [
             f"({float(i)},)" for i in range(start, start + 3)
         ]
+
+
+@pytest.mark.parametrize("shuffle", [True, "batch"])
+def test_arrays_that_are_shuffled_with_a_seed_have_the_order_of_keras(shuffle: Any) -> None:
+    with datasets.substituted_global_seed(4):
+        theirs = datasets.data_adapter(X, Y, batch_size=3, shuffle=shuffle).get_tf_dataset()
+        source = data.Source(X, Y, batch_size=3, shuffle=shuffle)
+        shard = source.shard(data.Sharding(), data.SharedOrder(9))
+    expected = [_leaves(batch) for batch in theirs]
+    assert sorted(expected[0][1]) != expected[0][1]
+    for batches in _passes(shard):
+        assert [_leaves(batch) for batch in batches] == expected
 
 
 class _Counted(keras.utils.PyDataset):

@@ -100,6 +100,18 @@ def shuffled_rows(adapter: Any) -> dict[str, Any] | None:
     return {"rows": rows, "count": adapter._num_samples, "size": size, "within_batches": within}
 
 
+def seeded_order(adapter: Any) -> tf.Tensor:
+    """int64 [rows]: the order of an adapter of arrays under a global seed, the same in each pass.
+
+    Keras's pipeline zips batches of indices with the arrays.
+    """
+    node = adapter.get_tf_dataset()
+    while kind_of(node) != "zip":
+        node = node._input_dataset
+    with tf.device("cpu:0"):
+        return tf.concat(list(node._datasets[0]), axis=0)
+
+
 def signature_of(adapter: Any) -> Any:
     """Structure of tf.TypeSpec for a batch of Grain, after `get_tf_dataset` was called."""
     return adapter._output_tf_signature

@@ -1,14 +1,15 @@
-"""Arrays that a call shuffles without a seed of the user: all passes, one after another.
+"""Arrays that a call shuffles: batches of all passes, one after another.
 
-    arrays = ShuffledArrays(rows, count=60_000, size=64, within_batches=False, seed=7)
+    arrays = ShuffledArrays(rows, count=60_000, size=64, within_batches=False, order=7)
     shard = arrays.shard(Sharding(workers=2, rank=0))
     next(iter(shard.rest(80_000)))          # this worker's rows of batch 80,000 of all passes
 
-The number of a batch, counted over all passes, gives its pass and its place there. Each place in a
-pass is mapped to a row by a permutation that is computed for that place alone
-(`tf.raw_ops.RandomIndexShuffle`, as in `tf.data.Dataset.global_shuffle`). So workers agree on the
-order without a message, and a resumed run reads nothing again. One pipeline serves all passes, as
-creating and starting another takes 0.3 s of each process's time.
+The number of a batch, counted over all passes, gives its pass and its place there. Under a global
+seed each pass has Keras's order of that seed. Without one, a permutation maps each place in a pass
+to a row, and is computed for that place alone: `tf.raw_ops.RandomIndexShuffle`, as in
+`tf.data.Dataset.global_shuffle`. So workers agree on the order without a message, and a resumed run
+reads nothing again. One pipeline serves all passes, as creating and starting another takes 0.3 s
+of each process's time.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ _ROUNDS = 8  # of the block cipher, as in `global_shuffle`; with 4, orders of te
 
 @dataclasses.dataclass(frozen=True)
 class ShuffledArrays:
-    """Global batches of arrays, in a new order in each pass.
+    """Global batches of shuffled arrays.
 
     Attributes:
         rows: int64 [k] -> the batch of these rows: structure of tensors [k, ...].
         count: number of rows.
         size: number of rows of a batch; the last one of a pass has the remainder.
         within_batches: whether rows stay in their batch, as with `shuffle="batch"`.
-        seed: the same on all workers.
+        order: the order of each pass, int64 [count]; or a seed, for a new order in each pass. The
+            same on all workers.
     """
 
     rows: Callable[[tf.Tensor], Any]
     count: int
     size: int
     within_batches: bool
-    seed: int
+    order: tf.Tensor | int
 
     @property
     def batches_per_pass(self) -> int:
@@ -56,12 +58,14 @@ class ShuffledArrays:
         number_of_pass, batch = number // self.batches_per_pass, number % self.batches_per_pass
         first = batch * self.size
         stop = tf.minimum(first + self.size, self.count)
+        if not isinstance(self.order, int):
+            return self.order[first:stop]
         if self.within_batches:
             drawn, begin, end = number, first, stop
         else:
             drawn, begin, end = number_of_pass, np.int64(0), np.int64(self.count)
         key = tf.random.stateless_uniform(
-            [3], [np.int64(self.seed), drawn], minval=None, maxval=None, dtype=tf.uint32
+            [3], [np.int64(self.order), drawn], minval=None, maxval=None, dtype=tf.uint32
         )
         return begin + tf.raw_ops.RandomIndexShuffle(
             index=tf.range(first - begin, stop - begin),

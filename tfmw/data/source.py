@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -28,7 +27,6 @@ from tfmw.data.values import Shard, Sharding, SharedOrder
 from tfmw.data.whole_batches import shard_function
 from tfmw.errors import UsageError
 
-_SMALL = 64 << 20  # bytes of arrays which are read in less time than a shard is created
 _LOOKED_AT = -1  # index of a source: the batches of a `PyDataset` that show its structure
 
 
@@ -191,11 +189,7 @@ class Source:
             hooks = GrainHooks(x)
             read = functools.partial(hooks.batches, datasets.signature_of(adapter))
             return read(), {"hooks": hooks, "rest": lambda start: read(start=start)}, True
-        # The permutation op of the array adapter uses the global seed.
-        local = datasets.global_seed()
-        seed = order.agree(local)
-        own = seed == local
-        with contextlib.nullcontext() if own else datasets.substituted_global_seed(seed):
+        with _agreed_global_seed(order):  # the permutation of the array adapter uses it
             dataset = adapter.get_tf_dataset()
         known: dict[str, Any] = {}
         if isinstance(x, OrderedPyDataset):
@@ -217,14 +211,16 @@ class Source:
         return dataset, known, ahead
 
     def _shuffled_arrays(self, order: SharedOrder) -> ShuffledArrays | None:
-        """Arrays to shuffle by the seed of the order, as there is no global one."""
+        """Arrays in the order of the global seed, or in that of `order` if there is none."""
         if self.is_read_once or not self.shuffle or order.seed < 0:
             return None
-        if order.agree(datasets.global_seed()) is not None:
-            return None  # Keras's order
         adapter = datasets.data_adapter(self.x, self.y, self.sample_weight, **self._options)
         known = datasets.shuffled_rows(adapter)
-        return None if known is None else ShuffledArrays(**known, seed=order.agree(order.seed))
+        if known is None:
+            return None
+        with _agreed_global_seed(order) as seed:
+            fixed = None if seed is None else datasets.seeded_order(adapter)
+        return ShuffledArrays(**known, order=order.agree(order.seed) if fixed is None else fixed)
 
     @functools.cached_property
     def journal(self) -> Journal:
@@ -258,15 +254,6 @@ class Source:
         return isinstance(self.x, keras.utils.PyDataset) or self.is_generator or is_grain(self.x)
 
     @property
-    def is_small(self) -> bool:
-        """Whether `x` is arrays which may be read up to a position, rather than sharded again."""
-        if datasets.is_dataset(self.x) or self.is_function() or self.is_read_once:
-            return False
-        arrays = keras.tree.flatten((self.x, self.y, self.sample_weight))
-        sizes = [getattr(a, "nbytes", math.inf) for a in arrays if a is not None]
-        return sum(sizes) <= _SMALL
-
-    @property
     def has_shards_of_passes(self) -> bool:
         """Whether each pass needs a shard of its own, for a new order.
 
@@ -278,6 +265,15 @@ class Source:
         is_array = not (self.is_function() or self.is_read_once)
         unseeded = bool(self.shuffle) and is_array and datasets.global_seed() is None
         return unseeded and not self.split
+
+
+@contextlib.contextmanager
+def _agreed_global_seed(order: SharedOrder) -> Iterator[int | None]:
+    """Sets the chief's global seed within the context, and returns it; None if it has none."""
+    local = datasets.global_seed()
+    seed = order.agree(local)
+    with contextlib.nullcontext() if seed == local else datasets.substituted_global_seed(seed):
+        yield seed
 
 
 def _of_this_worker(x: Any) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:

@@ -235,13 +235,12 @@ class EpochIterator:
                 )
         source = self._source
         is_current = self._shard_pass == self._passes or not source.has_shards_of_passes
-        read_over = source.is_small and batches == skip * self._batches_per_step
         read_once = skip and source.is_read_once and batches % self._batches_per_step == 0
         begins_anew = not (read_once or shard.has_all_passes)
         if read_once:
             rest = shard.batches(batches, self._batches_per_step)
             shard = dataclasses.replace(shard, dataset=rest)
-        elif begins_anew and (not is_current or (skip and not read_over)):
+        elif begins_anew and (skip or not is_current):
             # Elements are skipped below the maps, so that they are not decoded.
             shard = source.shard(self._sharding, self._order_of(self._passes), batches)
             if not skip:
@@ -269,8 +268,6 @@ class EpochIterator:
             if counted:
                 self._orders = orders
         self.iterator = self._iterate(shard, self._orders, now if shard is self.shard else None)
-        for _ in range(skip if shard is self.shard else 0):
-            next(self.iterator)
 
     def _iterate_from(self, batch: int) -> Any:
         """Iterates over all passes from a batch on, which mostly follows the last pass."""
