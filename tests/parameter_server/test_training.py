@@ -70,6 +70,11 @@ class TestFiveProcesses:
         assert five.chief["local_variables"] > 10
         assert five.chief["bytes_kept_by_workers"] == [0] * 4
 
+    def test_a_step_that_assigns_a_variable_of_a_loss_is_refused(self, five):
+        for message in five.chief["refused"]:
+            assert "a step assigns the variable 'scale:0', which the model does not hold" in message
+        assert len(five.chief["refused"]) == 2, "of TensorFlow and of Keras"
+
     def test_seed_generators_advance_by_one_draw_a_step(self, five):
         assert five.chief["draws"] == [0, STEPS * EPOCHS]
 

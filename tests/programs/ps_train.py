@@ -120,6 +120,30 @@ def bytes_on_worker():
     return count
 
 
+class Scaled(keras.losses.Loss):
+    """A loss with a state of its own."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def call(self, y_true, y_pred):
+        error = tf.reduce_mean((tf.cast(y_true, tf.float32) - y_pred) ** 2, axis=1)
+        self.scale.assign(0.9 * self.scale + 0.1 * tf.reduce_mean(error))
+        return error / self.scale
+
+
+def refusal(scale):
+    """The message of the tfmw.TfmwError for a step that assigns `scale`."""
+    other = keras.Sequential([keras.Input((20,)), keras.layers.Dense(3)])
+    other.compile("sgd", Scaled(scale))
+    try:
+        tfmw.fit(other, x, y[:, None], batch_size=48, steps_per_epoch=2, verbose=0)
+    except tfmw.TfmwError as e:
+        return str(e)
+
+
+scales = [tf.Variable(1.0, name="scale"), keras.Variable(1.0, name="scale")]
 servers = strategies.servers_of(strategies.choose("auto"))
 assert servers is not None
 coordinator = servers.coordinator
@@ -142,6 +166,7 @@ _result.write(
         "draws": (seed.numpy() - before).tolist(),
         "devices": sorted({str(v.value.device) for v in model.variables}),
         "pid": os.getpid(),
+        "refused": [refusal(scale) for scale in scales],
         "local_variables": len(local_variables),
         "bytes_kept_by_workers": [int(each) for each in kept],
     }

@@ -12,7 +12,9 @@ of the batch, so the replicas combine their values before the assignment:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
@@ -196,6 +198,15 @@ def _refuse(variable: Any, flow: Any) -> None:
     )
 
 
+def _refuse_other(variable: Any) -> None:
+    raise UsageError(
+        f"a step assigns the variable {variable.name!r}, which the model does not hold, such as "
+        "one of a loss or a global one: each replica would have its own value. Create it with "
+        "self.add_weight(...) in a layer or the model, return its metric from the model's "
+        "`metrics`, or keep its optimizer in an attribute of the model."
+    )
+
+
 # ---------------------------------------------------------------- TensorFlow's methods
 
 
@@ -209,12 +220,7 @@ def _watched(replacement: Callable[..., Any]) -> Callable[..., Any]:
         if not weight.watches or ATTRIBUTE in vars(copy):  # one of tfmw's own
             return method(copy, *arguments, **named)
         if id(copy.handle) not in weight.assignable:
-            raise UsageError(
-                f"a step assigns the variable {copy.name!r}, which the model does not hold, such "
-                "as one of a loss or a global one: each replica would have its own value. Create "
-                "it with self.add_weight(...) in a layer or the model, return its metric from the "
-                "model's `metrics`, or keep its optimizer in an attribute of the model."
-            )
+            _refuse_other(copy)
         if weight.assignable[id(copy.handle)].of_replica:
             return method(copy, *arguments, **named)
         with overridden([(weight, "watches", False)]):
@@ -315,3 +321,26 @@ HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     if name in vars(cls)  # TensorFlow wraps some methods in the subclass
 ]
 """Methods and their replacements; see `step_hooks`."""
+
+
+@contextlib.contextmanager
+def refusing_others() -> Iterator[None]:
+    """Refuses a step's assignments to variables other than tfmw's own, which a worker's are."""
+
+    def refusing(method: Any) -> Any:
+        @functools.wraps(method)
+        def assign(copy: Any, *arguments: Any, **named: Any) -> Any:
+            if tf.inside_function() and ATTRIBUTE not in vars(copy):
+                _refuse_other(copy)
+            return method(copy, *arguments, **named)
+
+        return assign
+
+    methods = [(cls, name, vars(cls)[name]) for cls, name, _ in HOOKS]
+    for cls, name, method in methods:
+        setattr(cls, name, refusing(method))
+    try:
+        yield
+    finally:
+        for cls, name, method in methods:
+            setattr(cls, name, method)

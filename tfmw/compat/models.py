@@ -112,6 +112,13 @@ def set_native(variable: Any, value: Any) -> None:
     variable._value = value
 
 
+def own_variable(*arguments: Any, **named: Any) -> tf.Variable:
+    """A `tf.Variable` that is marked as tfmw's own, so that a step may assign it."""
+    variable = tf.Variable(*arguments, **named)
+    kept_with(variable)
+    return variable
+
+
 def lifted_variable(
     value: Any, dtype: tf.DType = tf.float32, shape: Sequence[int | None] | None = None
 ) -> tf.Variable:

@@ -18,6 +18,7 @@ from tensorflow.python.eager import record as _record
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
 
 from tfmw.compat.graph import ancestors, calls_function
+from tfmw.compat.kept import kept_with
 from tfmw.compat.models import layers_of
 from tfmw.compat.objects import overridden
 
@@ -137,9 +138,10 @@ def local_variable(name: str, shape: Any, dtype: tf.DType, trainable: bool) -> A
     resource is destroyed. A `tf.Variable` created in a traced function would belong to the
     coordinator.
     """
-    return _resource_variables.BaseResourceVariable(
-        trainable=trainable, **_named_resource(name, shape, dtype)
-    )
+    described = _named_resource(name, shape, dtype)
+    variable = _resource_variables.BaseResourceVariable(trainable=trainable, **described)
+    kept_with(variable)  # marks it as tfmw's own
+    return variable
 
 
 def _named_resource(name: str, shape: Any, dtype: tf.DType) -> dict[str, Any]:

@@ -144,12 +144,14 @@ def _rows_alone(
 ) -> tuple[tf.Variable, tf.Variable]:
     """(rows, their marks) in variables of their own."""
     with tf.device(server(where)):
-        variable = tf.Variable(
+        variable = models.own_variable(
             lambda: tf.zeros(shape, new.dtype), trainable=new.trainable, name="table_shard"
         )
         if other is not None and other.changed is not None:
             return variable, other.changed
-        marks = tf.Variable(lambda: tf.zeros(shape[:1], tf.bool), trainable=False, name="changed")
+        marks = models.own_variable(
+            lambda: tf.zeros(shape[:1], tf.bool), trainable=False, name="changed"
+        )
         return variable, marks
 
 

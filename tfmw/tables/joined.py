@@ -22,6 +22,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmw.compat.models import own_variable
+
 TABLE_BYTES = 16 << 20
 """Most bytes of a table's rows on one server that share a variable."""
 
@@ -69,7 +71,7 @@ class Joined:
             variable = self._variables.get(key)
             if variable is None:
                 room = [self._room, *shape[1:]]
-                variable = tf.Variable(
+                variable = own_variable(
                     lambda: tf.raw_ops.Empty(shape=room, dtype=dtype, init=False),
                     trainable=False,
                     name=f"joined_{kind}",

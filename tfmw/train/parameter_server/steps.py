@@ -36,6 +36,7 @@ import tensorflow as tf
 
 from tfmw import data
 from tfmw.compat import models, objects, optimizers, parameter_servers, placement
+from tfmw.compat.assigned_weights import refusing_others
 from tfmw.compat.metric_variables import metric_variables, note_combination, recorded_assignments
 from tfmw.compat.objects import contains, unique
 from tfmw.errors import UsageError
@@ -310,6 +311,7 @@ class WorkerSteps:
             lookups: list[Any] = [(v, "sparse_read", rows.sparse_read) for v, rows in remote]
             stack.enter_context(objects.overridden([*lookups, *self._hash_lookups]))
             stack.enter_context(models.substituted(pairs))
+            stack.enter_context(refusing_others())
             return model.train_step(batch)
 
     def _note_assignment(self, variable: Any, value: Any) -> Any:

@@ -209,8 +209,8 @@ class ServerVariables:
         with tf.device(server(where)):
             if size <= BLOCK_BYTES:
                 value = own.read_value() if rows is None else own[start:stop]
-                return tf.Variable(value, trainable=own.trainable, name="server_variable")
-            server_variable = tf.Variable(
+                return models.own_variable(value, trainable=own.trainable, name="server_variable")
+            server_variable = models.own_variable(
                 lambda: tf.zeros(shape, own.dtype), trainable=own.trainable, name="server_variable"
             )
         shard = VariableShard(server_variable, where, start, stop)
