@@ -345,8 +345,7 @@ class StepLogs:
         shape = tf.TensorShape(None)
         if weight is not None:
             weight.note(f"the log {name}", value)
-            whole = is_symbolic(value) and value.shape.is_fully_defined()
-            if value.shape.rank != 0 and (not whole or weight.has_examples(value)):
+            if value.shape.rank != 0 and not self._is_whole(name, value, local, weight):
                 weight.differences.messages.append(
                     f"the log {name} has a value for each example, as far as tfmw can tell: it is "
                     "their mean. Return the mean, or a value for the whole batch."
@@ -362,6 +361,21 @@ class StepLogs:
                 models.lifted_variable(np.zeros(shape.as_list() if shape.rank else []), shape=shape)
             )
         copies[local].assign(value)
+
+    def _is_whole(
+        self, name: str, value: tf.Tensor, local: int, weight: losses.ReplicaWeight
+    ) -> bool:
+        """Whether a log is one tensor for the whole batch, of the same shape on all replicas."""
+        if is_symbolic(value):
+            return value.shape.is_fully_defined() and not weight.has_examples(value)
+        if weight.is_local:
+            return False
+        if len(copies := self.raw.get(name, [])) > local:  # decided in the first step
+            return copies[local].shape.rank != 0
+        size = int(tf.size(value))
+        own = tf.constant([size, size**2, weight.has_examples(value), 1], tf.float64)
+        sizes, squares, by_example, replicas = weight.all_sum([own])[0].numpy()
+        return bool(squares * replicas == sizes**2 and by_example < replicas)
 
     def results(self, model: keras.Model) -> dict[str, Any]:
         """Name -> result of a metric, for every log that is a metric's.
