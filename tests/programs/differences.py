@@ -1140,6 +1140,12 @@ class Lookups(keras.Model):
         sums = tf.gather(tf.reduce_sum(lengths, axis=1), lengths.value_rowids())
         shares = lengths.with_values(lengths.values / (1 + sums))
         words += 0.1 * tf.reduce_sum(shares, axis=1)[:, None]
+        first = tf.RaggedTensor.from_tensor(x, lengths=ragged.row_lengths())
+        words += 0.1 * tf.reduce_mean(first, axis=1)[:, None]
+        given = tf.RaggedTensor.from_row_lengths(first.values, ragged.row_lengths())
+        words += 0.1 * tf.reduce_max(given, axis=1)[:, None]
+        both = tf.sparse.concat(1, [sparse * x, tf.sparse.add(sparse, sparse)])
+        words += tf.sparse.sparse_dense_matmul(both, tf.ones([2 * WIDTH, 1]))
         return self.head(y + self.sparse(sparse) + found + words)
 
 
@@ -1169,15 +1175,26 @@ def test_sparse_and_ragged_batches_without_a_word(two_replicas: Any) -> None:
     assert is_equal(got, expected)
 
 
-class LossesOfExamples(Own):
+class Unreduced(Own):
     def train_step(self, data: Any) -> Any:
-        return {"each": ops.mean(self.encoder(data[0]) ** 2, axis=1)}
+        each = ops.mean(self.encoder(data[0]) ** 2, axis=1)
+        return {"each": each, "features": ops.mean(data[0], axis=0)}
 
 
-def test_log_of_single_examples_is_their_mean(two_replicas: Any) -> None:
-    (expected, *_), _ = trained(lambda: own(LossesOfExamples, encoder=encoder()), None)
-    (got, *_), said = trained(lambda: own(LossesOfExamples, encoder=encoder()), two_replicas)
-    assert np.allclose(got, expected.mean())
+@pytest.mark.parametrize("eager", [False, True])
+def test_logs_of_single_examples_are_their_mean_and_others_stay_whole(
+    eager: bool, two_replicas: Any
+) -> None:
+    def model() -> keras.Model:
+        made = own(Unreduced, encoder=encoder())
+        made.run_eagerly = eager
+        return made
+
+    (each, features, *_), _ = trained(model, None)
+    (got_each, got_features, *_), said = trained(model, two_replicas)
+    assert np.allclose(got_each, each.mean())
+    assert np.allclose(got_features, features)
+    assert features.shape[-1] == WIDTH
     assert len(said) == 1
     assert "the log each has a value for each example" in said[0]
 

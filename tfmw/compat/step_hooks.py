@@ -24,7 +24,7 @@ from tensorflow.python.ops.ragged import segment_id_ops
 
 from tfmw.compat import assigned_weights
 from tfmw.compat.dataflow.flow import EXAMPLES, SEGMENTS, Flow, tag_of, worst_flow
-from tfmw.compat.dataflow.walk import Dataflow
+from tfmw.compat.dataflow.walk import Dataflow, without_identity
 from tfmw.compat.gradients import graph_gradients, tape_gradient
 from tfmw.compat.graph import is_symbolic
 from tfmw.compat.losses import ReplicaWeight, current_weight, tracing_with
@@ -223,6 +223,21 @@ def _segment_ids(weight: ReplicaWeight, function: Any, splits: Any, *a: Any, **k
     return out
 
 
+def _ragged(weight: ReplicaWeight, from_partition: Any, values: Any, *a: Any, **k: Any) -> Any:
+    """Recognizes the splits that a step makes of the number of values of each example."""
+    out = from_partition(values, *a, **k)
+    label = weight.flows.of(values).label(0) if tf.is_tensor(values) else None
+    joined = without_identity(out.row_splits).op if is_symbolic(out.row_splits) else None
+    if tag_of(label) != "selected" or joined is None or joined.type != "ConcatV2":
+        return out
+    ends = joined.inputs[1].op
+    if ends.type == "Cumsum" and not ends.get_attr("exclusive") and not ends.get_attr("reverse"):
+        if weight.flows.of(ends.inputs[0]).axes == ((0, EXAMPLES),):
+            splits = Flow("rows", ((0, ("splits", EXAMPLES, label[1])),))
+            weight.flows.declare(out.row_splits, splits)
+    return out
+
+
 def _batch_jacobian(
     weight: ReplicaWeight, jacobian: Any, tape: Any, target: Any, *arguments: Any, **named: Any
 ) -> Any:
@@ -366,6 +381,7 @@ HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     (tf, "gradients", graph_gradients),
     (tf.GradientTape, "batch_jacobian", _batch_jacobian),
     (tf.GradientTape, "jacobian", _jacobian),
+    (tf.RaggedTensor, "_from_row_partition", _ragged),
     (segment_id_ops, "row_splits_to_segment_ids", _segment_ids),
     *[(tf.nn, name, _sparse_lookup) for name in _SPARSE_LOOKUPS],
     *assigned_weights.HOOKS,

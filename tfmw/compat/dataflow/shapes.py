@@ -166,21 +166,51 @@ def padding_of(tensor: Any, flow: Flow, axes: Iterable[int]) -> Any:
     return next((op for op in padded if None in op.outputs[0].shape.as_list()[1:]), None)
 
 
+def _has_examples(indices: Flow, shape: Flow) -> bool:
+    """Whether examples are along the first axis of a sparse tensor."""
+    return tag_of(indices.label(0)) == "selected" and (shape.elements or (FIXED,))[0] == SIZE
+
+
 def _sparse(op: Any, inputs: list[Flow]) -> Any:
     """Flow of a sparse tensor made of the nonzero elements of each example: a row for each."""
-    at = 1 if op.type == "SparseToDense" else 2
-    sizes = inputs[at].elements or (FIXED,)
-    by_examples = tag_of(inputs[0].label(0)) == "selected" and sizes[0] == SIZE
-    if not by_examples or has_total(inputs) or inputs[3].axes:
+    shape = inputs[1 if op.type == "SparseToDense" else 2]
+    if not _has_examples(inputs[0], shape) or has_total(inputs) or inputs[3].axes:
         return by_rows(op, inputs)
     if op.type.startswith("SparseReduce"):
-        over = {int(axis) % len(sizes) for axis in np.ravel(known_input(op, inputs, 3))}
-        left = len(sizes) - (0 if op.get_attr("keep_dims") else len(over))
+        rank = len(shape.elements or ())
+        over = {int(axis) % rank for axis in np.ravel(known_input(op, inputs, 3))}
+        left = rank - (0 if op.get_attr("keep_dims") else len(over))
         op.outputs[0].set_shape([None] * left)  # TensorFlow does not know its rank
         if 0 in over:
             summed = op.type == "SparseReduceSum" and inputs[1].degree == 0
             return Flow("reduced", degree=1) if summed else bad_flow("compared", op, inputs)
     return Flow("rows", ((0, EXAMPLES),))
+
+
+def _sparse_with_dense(op: Any, inputs: list[Flow]) -> Any:
+    """Flow of the sum, or of the values of the product, of a sparse and a dense tensor."""
+    indices, values, shape, dense = inputs
+    by_example = dense.axes == ((0, EXAMPLES),) and op.inputs[3].shape.rank == len(
+        shape.elements or ()
+    )
+    if not _has_examples(indices, shape) or has_total(inputs) or (dense.axes and not by_example):
+        return by_rows(op, inputs)
+    return Flow("rows", ((0, EXAMPLES),) if op.type == "SparseTensorDenseAdd" else values.axes)
+
+
+def _sparse_together(op: Any, inputs: list[Flow]) -> Any:
+    """Flows of the sum of sparse tensors, or of them side by side: indices, values, shape."""
+    number = len(inputs) // 3
+    if op.type == "SparseAdd":
+        along, parts = -1, [inputs[:3], inputs[3:6]]
+    else:
+        along, parts = op.get_attr("concat_dim"), [inputs[i::number] for i in range(number)]
+    shape = parts[0][2]
+    have_examples = all(_has_examples(each[0], each[2]) for each in parts)
+    if not have_examples or has_total(inputs) or along % len(shape.elements or ()) == 0:
+        return by_rows(op, inputs)
+    rows = Flow("rows", ((0, ("selected", op.name)),))
+    return [rows, rows, shape]
 
 
 def _shape(op: Any, inputs: list[Flow]) -> Any:
@@ -353,6 +383,8 @@ RULES = rules(
         "Shape ShapeN": _shape,
         "RaggedTensorToTensor": _padded,
         "SparseToDense SparseTensorDenseMatMul SparseReduceSum SparseReduceMax": _sparse,
+        "SparseTensorDenseAdd SparseDenseCwiseMul SparseDenseCwiseDiv": _sparse_with_dense,
+        "SparseAdd SparseConcat": _sparse_together,
         "Size Rank": _number,
         _RANDOM: _random,
         "Pad PadV2 MirrorPad": _pad,

@@ -239,10 +239,10 @@ class Dataflow:
         if all(flow != SIZE for flow in inputs):
             return counters, added  # for example half of the examples
         for i, (argument, result) in enumerate(zip(body.inputs, body.outputs, strict=True)):
-            update = _without_identity(result).op
+            update = without_identity(result).op
             if update.type not in ("AddV2", "Add") or not is_zero(inputs[i]):
                 continue
-            a, b = (_without_identity(tensor) for tensor in update.inputs)
+            a, b = (without_identity(tensor) for tensor in update.inputs)
             other = b if a is argument else a if b is argument else None
             if other is None:
                 continue
@@ -277,7 +277,8 @@ class Dataflow:
         return inner, [inner.of(tensor) for tensor in body.outputs]
 
 
-def _without_identity(tensor: tf.Tensor) -> tf.Tensor:
+def without_identity(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor that an operation computes, of which others only are identities."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     return tensor
