@@ -1145,7 +1145,7 @@ class Lookups(keras.Model):
         given = tf.RaggedTensor.from_row_lengths(first.values, ragged.row_lengths())
         words += 0.1 * tf.reduce_max(given, axis=1)[:, None]
         both = tf.sparse.concat(1, [sparse * x, tf.sparse.add(sparse, sparse)])
-        words += tf.sparse.sparse_dense_matmul(both, tf.ones([2 * WIDTH, 1]))
+        words += 0.01 * tf.sparse.sparse_dense_matmul(both, tf.ones([2 * WIDTH, 1]))
         return self.head(y + self.sparse(sparse) + found + words)
 
 
