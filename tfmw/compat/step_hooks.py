@@ -226,7 +226,7 @@ def _segment_ids(weight: ReplicaWeight, function: Any, splits: Any, *a: Any, **k
 def _ragged(weight: ReplicaWeight, from_partition: Any, values: Any, *a: Any, **k: Any) -> Any:
     """Recognizes the splits that a step makes of the number of values of each example."""
     out = from_partition(values, *a, **k)
-    label = weight.flows.of(values).label(0) if tf.is_tensor(values) else None
+    label: Any = weight.flows.of(values).label(0) if tf.is_tensor(values) else None
     joined = without_identity(out.row_splits).op if is_symbolic(out.row_splits) else None
     if tag_of(label) != "selected" or joined is None or joined.type != "ConcatV2":
         return out
