@@ -85,6 +85,17 @@ def test_tasks_agree_whether_they_have_failed_alike(workers: list[Any], alike: b
         assert in_threads(SIZE, work) == [alike] * SIZE
 
 
+def test_a_task_that_does_not_fail_in_time_decides_that_tasks_differ(
+    workers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(rank: int) -> bool:
+        return rank < SIZE - 1 and Member(rank).raised_alike(ValueError(), [8])
+
+    monkeypatch.setattr(group, "_errors", itertools.repeat(0))
+    monkeypatch.setattr(group, "_ALIKE_S", 0.2)
+    assert in_threads(SIZE, work) == [False] * SIZE
+
+
 def test_calls_are_made_again_for_a_worker_that_makes_them_now(
     workers: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
