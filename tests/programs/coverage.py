@@ -23,12 +23,13 @@ task = cluster.index
 
 EXAMPLES = 103
 mapped: list[int] = []
-counts: list[Callable[[], int]] = []  # counters that the bar reads for its throughput
+counters: list[Callable[[], int]] = []  # the bar reads them for its throughput
+counts: list[int] = []  # of examples, of each training
 
 
 def counted(callbacks: Any, shows: bool, verbose: Any, examples: Any, overlapping: bool) -> Any:
     if examples is not None:
-        counts.append(examples)
+        counters.append(examples)
     return callbacks
 
 
@@ -78,13 +79,16 @@ DATASETS: dict[str, Callable[[], tf.data.Dataset]] = {
 }
 
 
+recorder = Recorder()  # one for all datasets: it is traced once for each kind of batch
+recorder.compile(keras.optimizers.SGD(1e-6), loss="mse")
+
+
 def train(x: Any, **options: Any) -> list[list[int]]:
     """Examples that this task saw, by epoch."""
     seen[:] = [[]]
-    model = Recorder()
-    model.compile(keras.optimizers.SGD(1e-6), loss="mse")
     options = {"epochs": 2, "verbose": 0, "callbacks": [NewEpoch()], **options}
-    tfmw.fit(model, x, **options)
+    tfmw.fit(recorder, x, **options)
+    counts.append(counters.pop()())
     return seen[1:]
 
 
@@ -110,10 +114,13 @@ class ManyOutputs(keras.Model):
         return {"twice": 2 * number, "more": (tf.cast(x, tf.float16), [tf.stack([x, -x], 1)])}
 
 
+many_outputs = ManyOutputs()
+
+
 def predictions(number: int, batch: int) -> bool:
     """Whether all predictions came, in order, in the structure of the outputs."""
     data = tf.data.Dataset.range(number).batch(batch)
-    out = tfmw.predict(ManyOutputs(), data, verbose=0)
+    out = tfmw.predict(many_outputs, data, verbose=0)
     expected = np.arange(number)
     half, (stacked,) = out["more"]
     return (
@@ -159,7 +166,7 @@ def everything() -> dict[str, Any]:
     result["arrays"] = train(x, y=x % 7, batch_size=10, shuffle=False)
     result["steps"] = train(pairs().shuffle(EXAMPLES).repeat().batch(10), steps_per_epoch=4)
     trained = [name for name in result if name != "map calls"]
-    result["counts"] = {name: count() for name, count in zip(trained, counts, strict=True)}
+    result["counts"] = dict(zip(trained, counts, strict=True))
     result["predictions"] = {
         f"{n} by {b}": predictions(n, b) for n, b in ((1, 4), (23, 8), (24, 8), (5, 1), (9, 7))
     }
