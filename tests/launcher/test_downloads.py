@@ -302,11 +302,19 @@ class TestGateway:
 
     def test_connections_are_bounded(self, gateway, monkeypatch):
         monkeypatch.setattr(network, "MAX_CONNECTIONS", 1)
-        with socket.create_connection(("127.0.0.1", gateway), 10) as first:
-            with socket.create_connection(("127.0.0.1", gateway), 10) as second:
-                assert second.recv(1) == b""
-            first.sendall(b"GET /file HTTP/1.1\r\n\r\n")
-            assert first.recv(1) == b"H"
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(("127.0.0.1", gateway), 10) as first,
+        ):
+            at = f"127.0.0.1:{server.getsockname()[1]}"
+            first.sendall(f"CONNECT {at} HTTP/1.1\r\n\r\n".encode())
+            with first.makefile("rb") as received, server.accept()[0] as accepted:
+                assert received.readline().split()[1] == b"200"
+                with socket.create_connection(("127.0.0.1", gateway), 10) as second:
+                    assert second.recv(1) == b""
+                accepted.sendall(b"still here")
+                accepted.shutdown(socket.SHUT_WR)
+                assert received.read().endswith(b"still here")
 
     def test_connections_end_with_it(self):
         with (

@@ -12,14 +12,14 @@ serves a connection.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-import selectors
 import socket
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tfmw.cluster import wire
 from tfmw.cluster.cluster import ROUNDS
 from tfmw.cluster.sockets import ephemeral_ports
 from tfmw.errors import UsageError
@@ -108,10 +108,10 @@ class Gateway:
     def __init__(self, listeners: Sequence[socket.socket], environ: Mapping[str, str]) -> None:
         self._listeners = listeners
         self._environ = dict(environ)
+        self._servers: list[wire.Server] = []
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closing = False
-        self._thread = threading.Thread(target=self._accept, daemon=True)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -122,46 +122,29 @@ class Gateway:
         return {form: value for k, value in variables.items() for form in (k, k.upper())}
 
     def __enter__(self) -> Gateway:
-        self._thread.start()
+        for index, listener in enumerate(self._listeners):
+            port = listener.getsockname()[1] if index else None
+            serve = functools.partial(self._serve, port)
+            self._servers.append(wire.Server(listener, None, serve, "tfmw-gateway"))
         return self
 
     def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.close()
         with self._lock:
             self._closing = True
-            for end in (*self._listeners, *self._connections):
+            for client in self._connections:
                 with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
-        self._thread.join()
+                    client.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
 
-    def _accept(self) -> None:
-        with selectors.DefaultSelector() as waiting:
-            for index, listener in enumerate(self._listeners):
-                port = listener.getsockname()[1] if index else None
-                listener.setblocking(False)  # the client may be gone before the accept
-                waiting.register(listener, selectors.EVENT_READ, (listener, port))
-            while not self._closing:
-                for key, _ in waiting.select():
-                    self._accept_one(*key.data)
-
-    def _accept_one(self, listener: socket.socket, port: int | None) -> None:
-        try:
-            client, _ = listener.accept()
-        except OSError:  # the gateway is closed, or this process has too many open files
-            time.sleep(0.0 if self._closing else 0.1)
-            return
-        with self._lock:
-            accepted = not self._closing and len(self._connections) < MAX_CONNECTIONS
-            if accepted:
-                self._connections.add(client)
-        if accepted:
-            threading.Thread(target=self._serve, args=(client, port), daemon=True).start()
-        else:
-            client.close()
-
-    def _serve(self, client: socket.socket, port: int | None) -> None:
+    def _serve(self, port: int | None, client: socket.socket) -> None:
         from tfmw.launcher import proxy  # takes 0.1 s, for which most runs need not wait
 
         with client, contextlib.suppress(OSError, ValueError):
+            with self._lock:
+                if self._closing or len(self._connections) >= MAX_CONNECTIONS:
+                    return
+                self._connections.add(client)
             try:
                 if port is None:
                     proxy.ServedRequest(client, self._environ)
