@@ -33,7 +33,7 @@ import selectors
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, AnyStr, TextIO
 
 if TYPE_CHECKING:
     from tfmw.launcher.process import Task
@@ -91,14 +91,15 @@ def without_notices(text: str) -> str:
     return _NOTICES.sub("", text)
 
 
-def collapse(line: str) -> str:
+def collapse(line: AnyStr) -> AnyStr:
     r"""The final text that a terminal shows for a line: "\r 1/9\r 9/9" is " 9/9".
 
     Keras overwrites its progress bar with backspaces and carriage returns, even if its output is
     not a terminal.
     """
-    pieces = [piece.replace("\b", "") for piece in line.split("\r")]
-    return next((piece for piece in reversed(pieces) if piece), "")
+    back, overwrite = ("\b", "\r") if isinstance(line, str) else (b"\b", b"\r")
+    pieces = [piece.replace(back, line[:0]) for piece in line.split(overwrite)]
+    return next((piece for piece in reversed(pieces) if piece), line[:0])
 
 
 def is_watched(out: TextIO) -> bool:

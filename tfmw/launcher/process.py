@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from tfmw.cluster.signals import STACKS, STACKS_FILE
 from tfmw.launcher import call
+from tfmw.launcher.output import collapse
 from tfmw.launcher.spawn import Spawner
 from tfmw.observe import goodput
 from tfmw.observe.goodput import Division
@@ -27,14 +28,6 @@ _POLL_S = 0.02  # interval between two reads of a file of stacks
 
 
 _MAX_UNFINISHED = 1 << 16  # bytes of an unfinished line after which its earlier texts are dropped
-
-
-def _last_text(line: bytes) -> bytes:
-    r"""The final text that a terminal shows for a line: b"\r 1/9\r 9/9" is b" 9/9"."""
-    if b"\r" not in line:
-        return line
-    texts = [text.replace(b"\b", b"") for text in line.split(b"\r")]
-    return next((text for text in reversed(texts) if text), b"")
 
 
 def task_name(kind: str, index: int) -> str:
@@ -255,7 +248,7 @@ class Task(TaskFiles):
         """Appends to the log; of an overwritten line, as of a progress bar, the last text."""
         assert self._log is not None
         lines = (self._unfinished + data).split(b"\n")
-        texts = [_last_text(line) for line in lines]
+        texts = [collapse(line) for line in lines]
         self._log.seek(self._line_at)
         self._log.write(b"\n".join(texts))
         self._log.truncate()
