@@ -20,12 +20,12 @@ from tfmw.launcher.output import Display
 from tfmw.launcher.remote.messages import (
     AgentHello,
     BackupFiles,
+    End,
     Ended,
     Leave,
     Leaving,
     Message,
     Output,
-    Refused,
     RestartReply,
     RestartRequest,
     Setup,
@@ -338,10 +338,10 @@ def test_task_that_does_not_connect_is_named() -> None:
 def test_tasks_of_another_attempt_are_refused() -> None:
     world = World()
     world.hello(0, attempt=2)
-    assert isinstance(world.sent(0)[0], Refused)
+    assert isinstance(world.sent(0)[0], End)
     world.begun()
     world.say(2, AgentHello(0, 3, "h2", "", 1, FACTS))
-    assert isinstance(world.sent(2)[0], Refused)
+    assert isinstance(world.sent(2)[0], End)
 
 
 def test_peers_of_tasks_that_saved_their_state_have_not_failed() -> None:

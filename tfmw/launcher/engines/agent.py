@@ -125,7 +125,7 @@ class _Agent:
                         tasks.do(start)
                         self._watch(tasks)
                         return
-                    case messages.End() | messages.Refused():
+                    case messages.End():
                         return
 
     def _next(self, timeout_s: float | None = None) -> messages.Message | None:
@@ -181,9 +181,8 @@ class _Agent:
                     self.links.to_leader(messages.Leaving())
                 else:
                     ended = ended or tasks.end()
-            if isinstance(found, messages.Answer):
-                self._send_backup()
             if isinstance(found, messages.Answer | messages.RestartRequest):
+                self._send_backup()
                 self.links.to_leader(found)
             with contextlib.suppress(queue.Empty):
                 message = self._next(0.0)

@@ -117,7 +117,7 @@ class JobAttempt:
             if len(self.members) == self.count:
                 self._check()
         else:
-            self.links.to_member(name, messages.Refused("this attempt has its tasks"))
+            self.links.to_member(name, messages.End(self.number))  # this attempt has its tasks
 
     def _receive(self, rank: int, member: TaskState, message: messages.Message) -> None:
         match message:

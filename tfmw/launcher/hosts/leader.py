@@ -199,7 +199,7 @@ class Leader:
                     f"hosts disagree about {name}: the one that leads has {expected}, "
                     f"{self.settings.name(host)} has {received}. Use the same on every host."
                 )
-                self._send(host, messages.Refused(problem))
+                self._send(host, messages.Over(2, (f"tfmw: {problem}",)))
                 return
         self._members[host] = HostState(join)
         self._left.discard(host)

@@ -248,8 +248,6 @@ class Supervisor:
                     self.tasks.do(message)
             case messages.Over():
                 self._leave(message)
-            case messages.Refused(problem=problem):
-                self._leave(messages.Over(2, (f"tfmw: {problem}",)))
 
     def _end_tasks(self) -> None:
         if self._attempt is not None:

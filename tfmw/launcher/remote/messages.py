@@ -3,9 +3,7 @@
     data = encode(Ended(attempt=3, report=outcome))      # bytes: JSON, then a field of bytes
     decode(data)                                        # the same value, or raises Malformed
 
-Each field is checked against its declared type. `FromMember` and the other unions list the messages
-of each side of a connection: of a supervisor and the leading one, of an agent and its job's
-controller.
+Each field is checked against its declared type.
 """
 
 from __future__ import annotations
@@ -56,13 +54,6 @@ class End:
     """Request to end the tasks at once; a controller sends it once it has the result."""
 
     attempt: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """Refusal of a hello or of facts: the sender cannot join."""
-
-    problem: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,20 +226,11 @@ class FileReply:
 
 
 FromMember = Join | Ready | Ended | RestartRequest | Leaving
-FromLeader = Start | RestartReply | End | Leave | Over | Refused
-FromAgent = (
-    AgentHello
-    | Output
-    | Line
-    | StepReached
-    | BackupFiles
-    | RestartRequest
-    | Answer
-    | Leaving
-    | Ended
-)
-FromController = Setup | BackupFiles | Call | RestartReply | End | Leave | Refused
-Message = HostHello | FromMember | FromLeader | FromAgent | FromController | FileRequest | FileReply
+"""Messages of a supervisor to the leading one."""
+
+OfRun = FromMember | HostHello | Start | RestartReply | End | Leave | Over
+OfJob = AgentHello | Setup | Call | Answer | BackupFiles | Output | Line | StepReached
+Message = OfRun | OfJob | FileRequest | FileReply
 
 _BY_NAME: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 
