@@ -25,8 +25,8 @@ from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked
 from tfmw.engines import Engine, Job, Local
 from tfmw.errors import UsageError
 from tfmw.launcher.engines import own_files
-from tfmw.launcher.engines.engine import JobHandle
-from tfmw.launcher.engines.standing_calls import CALLER, SILENCE_S, Calls
+from tfmw.launcher.engines.local_jobs import LocalJob
+from tfmw.launcher.engines.standing_job import CALLER, SILENCE_S, Calls
 
 pytestmark = pytest.mark.process
 
@@ -171,7 +171,7 @@ class Own(Local):
             raise RuntimeError("no dashboard")
         return f"own job {number}"
 
-    def attach(self, number: str) -> JobHandle:
+    def attach(self, number: str) -> LocalJob:
         if self.fails == "attach":
             raise PermissionError(errno.EACCES, "Permission denied", "pid")
         return super().attach(number)
@@ -219,7 +219,7 @@ def test_job_whose_caller_is_gone_ends(tmp_path: Path) -> None:
     folder.mkdir(mode=0o700)
     calls = Calls(folder, clock=lambda: now[0])
     for beat in range(3):
-        own_files.write(folder / CALLER, json.dumps({"beats": beat}).encode())
+        own_files.write(folder / CALLER, str(beat).encode())
         assert not calls.caller_gone
         now[0] += SILENCE_S
     assert not calls.caller_gone

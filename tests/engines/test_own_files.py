@@ -16,9 +16,9 @@ from tfmw.errors import UsageError
 from tfmw.launcher.engines import agent, own_files
 from tfmw.launcher.engines.agent import CONTACT, PAYLOAD
 from tfmw.launcher.engines.engine import Contact, JobSpec
-from tfmw.launcher.engines.folder import SPEC, FolderHandle, control, write_contact, write_job
+from tfmw.launcher.engines.folder import SPEC, control, write_contact, write_job
 from tfmw.launcher.engines.job import BACKUP, RESULT, STATUS, Job
-from tfmw.launcher.engines.local_jobs import LocalTasks
+from tfmw.launcher.engines.local_jobs import LocalJob, LocalTasks
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.remote.messages import Setup
 
@@ -63,8 +63,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 def job_of(folder: Path) -> Job:
-    handle = FolderHandle(folder, state=lambda: "lost", kill=lambda: None)
-    return Job("local", folder.name, handle, "here")
+    return LocalJob(Local(directory=folder.parent.parent), folder.name, folder)
 
 
 def attach(folder: Path) -> Job:

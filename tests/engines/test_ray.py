@@ -39,7 +39,7 @@ from tfmw.errors import PREEMPTED, TaskFailed, UsageError
 from tfmw.launcher import call
 from tfmw.launcher.engines import job as jobs
 from tfmw.launcher.engines import ray as ray_engine
-from tfmw.launcher.engines.ray import NAMESPACE, RayHandle, RayTasks
+from tfmw.launcher.engines.ray import NAMESPACE, RayJob, RayTasks
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -165,12 +165,16 @@ class BusyActor:
 
 
 class FakeRay:
-    """`ray.get` of what `BusyActor` returns."""
+    """`ray.get` of what `BusyActor` returns, and the address of the head."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: str = "") -> None:
         import ray
 
         self.exceptions = ray.exceptions
+        self.gcs_address = head
+
+    def get_runtime_context(self) -> FakeRay:
+        return self
 
     def get(self, reply: Any, timeout: float | None = None) -> Any:
         if isinstance(reply, Exception):
@@ -178,7 +182,12 @@ class FakeRay:
         return reply
 
 
-def test_controller_that_is_not_reached_is_not_lost() -> None:
+def job_of(actor: BusyActor, head: str, monkeypatch: pytest.MonkeyPatch) -> RayJob:
+    monkeypatch.setattr(Ray, "where", lambda self, number: "here")
+    return RayJob(Ray(), "4711", FakeRay(head), actor)
+
+
+def test_controller_that_is_not_reached_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's error of an actor that it cannot reach now is a kind of its error of a dead one."""
     from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
@@ -187,13 +196,13 @@ def test_controller_that_is_not_reached_is_not_lost() -> None:
     actor = BusyActor(status, away)
     with socket.create_server(("127.0.0.1", 0)) as server:
         head = f"127.0.0.1:{server.getsockname()[1]}"
-        job = Job("ray", "4711", RayHandle(FakeRay(), actor, head), "here")
+        job = job_of(actor, head, monkeypatch)
         assert job.status() == "running"
         assert actor.calls == 2
         actor = BusyActor(away, GetTimeoutError(), b"some output")
-        assert RayHandle(FakeRay(), actor, head).read("output.log") == b"some output"
+        assert job_of(actor, head, monkeypatch).read("output.log") == b"some output"
         actor = BusyActor(status, ActorDiedError(), status)
-        lost = Job("ray", "4711", RayHandle(FakeRay(), actor, head), "here").details()
+        lost = job_of(actor, head, monkeypatch).details()
     assert lost["state"] == "lost"
     assert lost["problem"].startswith("its controller on the cluster was lost: The actor died unex")
 
@@ -214,7 +223,7 @@ def test_without_its_head_ray_has_lost_the_job(
         head = f"127.0.0.1:{port}"
     reply = b'{"state": "running"}' if replies else GetTimeoutError()
     actor = BusyActor(*[reply] * 1000)
-    job = Job("ray", "4711", RayHandle(FakeRay(), actor, head), "here")
+    job = job_of(actor, head, monkeypatch)
     sentence = rf"ray:4711 has no result: Ray's head at {head} has not been reachable for 0\.3 s \("
     with pytest.raises(TaskFailed, match=sentence):
         job.result()

@@ -183,11 +183,11 @@ def test_slurm_that_cannot_be_asked_has_not_lost_a_job(
     for message, state in shown.items():
         scontrol.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")
         scontrol.chmod(0o755)
-        assert engine.attach(folder.name).state() == ("" if state == "running" else "lost")
-        job = Job("slurm", folder.name, engine.attach(folder.name), "here")
+        job = engine.attach(folder.name)
+        assert job._state() == ("" if state == "running" else "lost")
         assert job.status() == state
     scontrol.write_text("#!/bin/sh\necho JobId=1 JobState=NODE_FAIL Reason=None\n")
-    job = Job("slurm", folder.name, engine.attach(folder.name), "here")
+    job = engine.attach(folder.name)
     assert job.details()["problem"] == f"Slurm ended job {folder.name}: NODE_FAIL"
     with pytest.raises(TaskFailed, match=r"has no result: Slurm ended job \w+: NODE_FAIL\."):
         job.result()

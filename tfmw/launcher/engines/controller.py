@@ -29,7 +29,7 @@ from tfmw.launcher.engines import job as jobs
 from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.engine import TIMING, JobSpec, Tasks
 from tfmw.launcher.engines.job_attempt import LIVE, JobAttempt
-from tfmw.launcher.engines.standing_calls import Calls
+from tfmw.launcher.engines.standing_job import Calls
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.orchestrator import Orchestrator, RunOver
 from tfmw.launcher.output import Display

@@ -1,7 +1,7 @@
 """An engine: a system that places processes on machines, and accounts for them.
 
     class Mine(Engine):              # settings, and requests of the caller's process
-        def submit(self, spec, payload): ...      # a handle of the job's controller
+        def submit(self, spec, payload): ...      # the job, a subclass of `Job`
         def attach(self, number): ...             # the same, from another process
 
     class MyTasks(Tasks):            # in the controller's process: start tasks, watch, end
@@ -19,11 +19,12 @@ import dataclasses
 import importlib
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tfmw.cluster.versions import common_versions
 from tfmw.errors import UsageError, is_whole
 from tfmw.launcher.call import Payload
+from tfmw.launcher.engines.job import Job
 from tfmw.launcher.options import task_layout
 from tfmw.launcher.remote.links import Timing
 from tfmw.launcher.remote.messages import Setup
@@ -123,32 +124,6 @@ class Tasks(abc.ABC):
         """Releases everything that the job holds."""
 
 
-class JobHandle(Protocol):
-    """A job's controller and its files, for other processes."""
-
-    why: str
-    """Reason of the loss as a clause, after `state` returned "lost"; "": unknown."""
-
-    def read(self, name: str, offset: int = 0) -> bytes:
-        """A file of the job from `offset` on; b"" if there is none."""
-
-    def write(self, name: str, data: bytes | memoryview) -> None:
-        """Replaces a file of the job, atomically."""
-
-    def state(self) -> str:
-        """State of a job according to the engine, if its controller has not written its last one.
-
-        Returns:
-            "queued", "running", "cancelled" or "lost"; "" if the engine does not reply now.
-        """
-
-    def kill(self) -> None:
-        """Ends the job without its controller."""
-
-    def forget(self) -> None:
-        """Removes the files of a job that has ended."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Engine(abc.ABC):
     """A system that runs jobs. The settings of each engine are its fields.
@@ -168,12 +143,12 @@ class Engine(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
-        """Starts a job's controller; returns the job's number and handle."""
+    def submit(self, spec: JobSpec, payload: Payload) -> Job:
+        """Starts a job's controller. After an error nothing of the job is left."""
 
     @abc.abstractmethod
-    def attach(self, number: str) -> JobHandle:
-        """The handle of a job that another process has submitted. Raises UsageError."""
+    def attach(self, number: str) -> Job:
+        """A job that another process has submitted. Raises UsageError."""
 
     def numbers(self) -> list[str]:
         """Numbers of the existing jobs, the oldest first."""

@@ -2,7 +2,7 @@
 
     folder = write_job(root / "3fa9c2", spec, payload)     # in the submitting process
     control(folder, tasks)                                 # in the controller's process
-    FolderHandle(folder, ...).read("status.json")           # in any process that sees the folder
+    FolderJob(engine, number, folder).read("status.json")   # in any process that sees the folder
 
 Only its owner can access the folder, as it holds the job's token, and pickles (`own_files.py`).
 """
@@ -27,6 +27,7 @@ from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.agent import CONTACT, PAYLOAD
 from tfmw.launcher.engines.controller import Controller
 from tfmw.launcher.engines.engine import Contact, Engine, JobSpec, Tasks
+from tfmw.launcher.engines.job import Job
 
 SPEC = "spec.pickle"
 
@@ -116,14 +117,12 @@ def control(folder: Path, make_tasks: Callable[[Path], Tasks]) -> str:
         return Controller(spec, make_tasks(folder), folder, stop).run()
 
 
-@dataclasses.dataclass
-class FolderHandle:
-    """The `JobHandle` of a job with a folder."""
+class FolderJob(Job):
+    """A job with a folder; subclasses add `_state` and `_kill`."""
 
-    folder: Path
-    state: Callable[[], str]
-    kill: Callable[[], None]
-    why: str = ""
+    def __init__(self, engine: Engine, number: str, folder: Path) -> None:
+        super().__init__(engine, number)
+        self.folder = folder
 
     def read(self, name: str, offset: int = 0) -> bytes:
         return own_files.read(self.folder, name, offset)

@@ -7,22 +7,27 @@
     job.result(timeout_s=600)     # the function's result in each task
     job.cancel()
 
-The controller writes small files, and a `JobHandle` reads them from any machine.
+The controller writes small files, which a `Job` reads from any machine. Each engine has a subclass
+of its own, which knows how.
 """
 
 from __future__ import annotations
 
+import abc
 import codecs
 import json
 import pickle
 import sys
 import time
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
 
-from tfmw.errors import TaskFailed
+from tfmw.errors import TaskFailed, TfmwError
 from tfmw.launcher import call
-from tfmw.launcher.engines.engine import JobHandle
 from tfmw.launcher.run import return_values
+
+if TYPE_CHECKING:
+    from tfmw.launcher.engines.engine import Engine
 
 STATUS, OUTPUT, RESULT, BACKUP = "status.json", "output.log", "result.pickle", "backup.tar"
 """Names of the files that a controller writes."""
@@ -39,19 +44,21 @@ ENDED = ("done", "failed", "cancelled", "preempted", "lost")
 POLL_S = 0.2
 _ASK_EVERY_S = 2.0  # interval of queries to the engine, such as Slurm's controller
 _CANCEL_S = 30.0  # time for a controller to end its tasks
+_AWAY_S = 120.0  # time for which a controller may be unreachable: Ray finds a lost node in 70 s
+_RETRY_S = 0.5
 
 
 class Output:
     """Reads the output of a job piece by piece."""
 
-    def __init__(self, handle: JobHandle) -> None:
-        self._handle, self._offset = handle, 0
+    def __init__(self, job: Job) -> None:
+        self._job, self._offset = job, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def copy(self, out: TextIO) -> str:
         """Prints what is new, and returns it."""
         shown = []
-        while data := self._handle.read(OUTPUT, self._offset):
+        while data := self._job.read(OUTPUT, self._offset):
             self._offset += len(data)
             shown.append(self._decoder.decode(data))
             out.write(shown[-1])
@@ -59,23 +66,51 @@ class Output:
         return "".join(shown)
 
 
-class Job:
-    """One job.
+class Job(abc.ABC):
+    """One job, for the process that has submitted it and for others.
 
     Args:
-        engine: name of its engine.
+        engine: its engine.
         number: number of the job on the engine.
-        handle: handle of its controller.
-        where: description of its place, for people.
     """
 
-    def __init__(self, engine: str, number: str, handle: JobHandle, where: str) -> None:
-        self.id = f"{engine}:{number}"
+    why = ""
+    """Reason of the loss as a clause, once the engine has lost the job; "": unknown."""
+
+    def __init__(self, engine: Engine, number: str) -> None:
+        self.id = f"{engine.name}:{number}"
         """Identifier of the job for `tfmw.attach`, `tfmw logs` and `tfmw cancel`."""
-        self.where = where
+        self.where = engine.where(number)
         """The engine's own number of the job, and its dashboard if it has one."""
-        self._handle = handle
         self._last, self._ask_at = "", 0.0
+
+    # ---- the engine's part -----------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def read(self, name: str, offset: int = 0) -> bytes:
+        """A file of the job from `offset` on; b"" if there is none."""
+
+    @abc.abstractmethod
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Replaces a file of the job, atomically."""
+
+    @abc.abstractmethod
+    def _state(self) -> str:
+        """State of a job according to the engine, if its controller has not written its last one.
+
+        Returns:
+            "queued", "running", "cancelled" or "lost"; "" if the engine does not reply now.
+        """
+
+    @abc.abstractmethod
+    def _kill(self) -> None:
+        """Ends the job without its controller."""
+
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Removes the files of a job that has ended: its output, its result."""
+
+    # ---- for users -------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"Job({self.id}, {self.status()})"
@@ -98,18 +133,18 @@ class Job:
             have started; "restarts", if there were any; "backup", the newest one that the job
             keeps; "problem", one sentence, where it has failed or was lost.
         """
-        data = self._handle.read(STATUS)
+        data = self.read(STATUS)
         found: dict[str, Any] = json.loads(data) if data else {"state": "queued"}
         if found["state"] not in ENDED:
             known = self._known()
             if known in ENDED:
                 # The controller may have written its last state since then.
-                data = self._handle.read(STATUS)
+                data = self.read(STATUS)
                 found = json.loads(data) if data else found
                 if found["state"] not in ENDED:
                     found["state"] = known
-                    if self._handle.why:
-                        found["problem"] = self._handle.why
+                    if self.why:
+                        found["problem"] = self.why
             elif known == "queued":  # queued again, after a failure of a node
                 found["state"] = known
         found.pop(POLICY, None)
@@ -119,7 +154,7 @@ class Job:
         """The engine's answer, cached for a while, as a query may be expensive."""
         now = time.monotonic()
         if now >= self._ask_at:
-            self._last = self._handle.state()
+            self._last = self._state()
             self._ask_at = time.monotonic() + _ASK_EVERY_S
         return self._last
 
@@ -134,7 +169,7 @@ class Job:
             The text so far.
         """
         if not follow:
-            return self._handle.read(OUTPUT).decode("utf-8", "replace")
+            return self.read(OUTPUT).decode("utf-8", "replace")
         output, shown = self.output(), []
         while True:
             over = self.status() in ENDED
@@ -145,16 +180,12 @@ class Job:
 
     def output(self) -> Output:
         """A reader of the job's output from its beginning."""
-        return Output(self._handle)
+        return Output(self)
 
     def outcomes(self, name: str) -> list[call.Outcome | None] | None:
         """The outcome of a call in each task, from a file of the job; None if there is none."""
-        data = self._handle.read(name)
+        data = self.read(name)
         return [call.loaded(raw) for raw in pickle.loads(data)] if data else None
-
-    def write(self, name: str, data: bytes | memoryview) -> None:
-        """Writes a file of the job, for its controller."""
-        self._handle.write(name, data)
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Waits for the end of the job.
@@ -188,7 +219,7 @@ class Job:
                 `TaskFailed` with the task's traceback.
         """
         state = self.wait(timeout_s)
-        data = self._handle.read(RESULT)
+        data = self.read(RESULT)
         if state in ("cancelled", "lost") or not data:
             problem = self.details().get("problem") or f"{self.where} was {state}"
             raise TaskFailed(f"{self.id} has no result: {problem}.")
@@ -203,18 +234,48 @@ class Job:
         """
         if self.status() in ENDED:
             return
-        self._handle.write(CANCEL, b"")
-        if self._handle.state() == "queued":  # its controller does not exist yet
-            self._handle.kill()
+        self.write(CANCEL, b"")
+        if self._state() == "queued":  # its controller does not exist yet
+            self._kill()
         try:
             self.wait(timeout_s)
         except TimeoutError:
-            self._handle.kill()
-
-    def forget(self) -> None:
-        """Removes the files of a job that has ended: its output, its result."""
-        self._handle.forget()
+            self._kill()
 
     def backup(self) -> bytes:
         """The newest backup of a fit without `backup_dir`, as a tar archive; b"" for none."""
-        return self._handle.read(BACKUP)
+        return self.read(BACKUP)
+
+
+class DistantJob(Job):
+    """A job whose controller sends the files. It may be unreachable for a while."""
+
+    def _gone(self) -> bool:
+        """Whether no reply will come: the job is lost, as `why` says, or is queued again."""
+        return self._state() in ("queued", "lost")
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        """The controller's reply; None if none will come.
+
+        Args:
+            ask: returns the reply; raises OSError if the controller was not reached.
+
+        Raises:
+            TfmwError: the controller may run, and could not be reached for a while.
+        """
+        deadline = 0.0
+        while not self.why:
+            try:
+                return ask() or b""
+            except OSError as error:
+                problem = error
+            deadline = deadline or time.monotonic() + _AWAY_S
+            if self._gone():
+                break
+            if time.monotonic() > deadline:
+                raise TfmwError(
+                    f"the controller of {self.id} was not reached for {_AWAY_S:g} s ({problem}), "
+                    "and is not known to be lost: call again once it can be reached."
+                )
+            time.sleep(_RETRY_S)
+        return None

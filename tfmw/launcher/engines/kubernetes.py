@@ -22,7 +22,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from tfmw.launcher.call import Payload
 from tfmw.launcher.engines import folder, folder_server, submit
 from tfmw.launcher.engines import kubernetes_objects as objects
 from tfmw.launcher.engines.agent import PAYLOAD
-from tfmw.launcher.engines.engine import Engine, JobHandle, JobSpec
+from tfmw.launcher.engines.engine import Engine, JobSpec
+from tfmw.launcher.engines.job import DistantJob
 from tfmw.launcher.engines.kubernetes_api import Api, Pods, Unreachable
 from tfmw.launcher.engines.kubernetes_objects import Object
 from tfmw.launcher.engines.kubernetes_tasks import TASKS, port_of
@@ -43,7 +44,6 @@ _MODULE = "tfmw.launcher.engines.kubernetes_tasks"
 
 _OLDEST = (1, 29)  # the first that has backoffLimitPerIndex without an option of its own
 _TELL_FIRST_S, _TELL_EVERY_S = 10.0, 60.0  # times of lines about a controller that waits
-_UNAVAILABLE_S = 120.0  # time for which the API server or the controller may be away
 _RETRY_S = 0.5
 _GONE = "its controller is gone: "
 _SMALL = {"requests": {"cpu": "100m", "memory": "512Mi"}}  # resources of a controller
@@ -92,27 +92,27 @@ class Kubernetes(Engine):
     def leave_s(self) -> float:
         return self.grace_s
 
-    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
+    def submit(self, spec: JobSpec, payload: Payload) -> KubernetesJob:
         api, number = self.api(), secrets.token_hex(4)
         controller, tasks = self._jobs(number, spec.tasks)
-        job = api.create("Jobs", controller)
-        handle = KubernetesHandle(api, number, spec.token.encode())
+        job = KubernetesJob(self, number, api, spec.token.encode())
+        owner = api.create("Jobs", controller)
         try:
-            api.create("Secrets", objects.secret(number, spec.token, job))
-            handle.wait_started()
-            handle.begin(spec, payload, tasks)
+            api.create("Secrets", objects.secret(number, spec.token, owner))
+            job.wait_started()
+            job.begin(spec, payload, tasks)
         except BaseException:
-            handle.kill()
+            job.forget()
             raise
-        return number, handle
+        return job
 
-    def attach(self, number: str) -> JobHandle:
+    def attach(self, number: str) -> KubernetesJob:
         api, name = self.api(), objects.name_of(number)
         # A Job is created before its Secret, and outlives it for a moment.
         secret = api.get("Secrets", name)
         if secret is None or api.get("Jobs", name) is None:
             raise self.unknown_job(number, f"in the namespace {api.namespace}")
-        return KubernetesHandle(api, number, base64.b64decode(secret["data"]["token"]))
+        return KubernetesJob(self, number, api, base64.b64decode(secret["data"]["token"]))
 
     def numbers(self) -> list[str]:
         jobs = self.api().listed("Jobs", f"{objects.ROLE}=controller")
@@ -141,32 +141,27 @@ class Kubernetes(Engine):
             requests["nvidia.com/gpu"] = self.gpus_per_worker
         requests = {name: str(value) for name, value in requests.items()}
         limits = {name: value for name, value in requests.items() if name != "cpu"}
+        own_files = [self.directory] if self.directory else []
+        fields = {"template": template, "image": image}
         run = [self.python, "-m", _MODULE]
-        controller = objects.pod_template(
-            template,
-            number,
-            [*run, "control", number, *([self.directory] if self.directory else [])],
-            image=image,
-            resources=_SMALL,
-            spec={"serviceAccountName": self.service_account},
-        )
-        # The autoscaler must not move the controller.
-        fixed = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-        controller = objects.merged(controller, {"metadata": {"annotations": fixed}})
-        tasks = objects.pod_template(
-            template,
-            number,
-            [*run, "task", number],
-            image=image,
-            resources={"requests": requests, "limits": limits} if requests else None,
-            spec={
-                "terminationGracePeriodSeconds": self.grace_s,
-                "automountServiceAccountToken": False,
-            },
-        )
         return (
-            objects.controller_job(number, controller, returns=bool(self.directory)),
-            objects.tasks_job(number, tasks, size, self.queue),
+            objects.controller_job(
+                number,
+                returns=bool(self.directory),
+                account=self.service_account,
+                command=[*run, "control", number, *own_files],
+                resources=_SMALL,
+                **fields,
+            ),
+            objects.tasks_job(
+                number,
+                size,
+                self.queue,
+                self.grace_s,
+                command=[*run, "task", number],
+                resources={"requests": requests, "limits": limits} if requests else None,
+                **fields,
+            ),
         )
 
     def _template(self) -> Object:
@@ -186,18 +181,18 @@ class Kubernetes(Engine):
         return found
 
 
-class KubernetesHandle:
-    """The `JobHandle` of a job's controller, for a process that can reach the API server."""
+class KubernetesJob(DistantJob):
+    """A job, for a process that can reach the API server."""
 
-    def __init__(self, api: Api, number: str, token: bytes) -> None:
-        self.why = ""
+    def __init__(self, engine: Kubernetes, number: str, api: Api, token: bytes) -> None:
+        super().__init__(engine, number)
         self._api, self._number, self._name = api, number, objects.name_of(number)
         self._files = folder_server.FolderClient(token, self._dial)
 
     def read(self, name: str, offset: int = 0) -> bytes:
         return bytes(self._asked(lambda: self._files.read(name, offset)) or b"")
 
-    def state(self) -> str:
+    def _state(self) -> str:
         try:
             job = self._api.get("Jobs", self._name)
             pod = self._pod() if job is not None else None
@@ -216,12 +211,12 @@ class KubernetesHandle:
     def write(self, name: str, data: bytes | memoryview) -> None:
         self._asked(lambda: self._files.write(name, None, data))
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         self._api.delete("Jobs", self._name)
 
     def forget(self) -> None:
         self._files.close()
-        self._api.delete("Jobs", self._name)
+        self._kill()
 
     # ---- submission ------------------------------------------------------------------------------
 
@@ -235,7 +230,7 @@ class KubernetesHandle:
         while not pods.running:
             with contextlib.suppress(Unreachable):
                 pods.look()
-            if pods.problems or self.state() == "lost":
+            if pods.problems or self._state() == "lost":
                 gone = self.why.removeprefix(_GONE)
                 why = next(iter(pods.problems.values()), gone)
                 raise UsageError(f"the controller of the job cannot start: {why}.")
@@ -261,30 +256,6 @@ class KubernetesHandle:
             raise UsageError(f"the call could not be sent to the job's controller: {why}.")
 
     # ---- connection ------------------------------------------------------------------------------
-
-    def _asked(self, ask: Callable[[], Any]) -> Any:
-        """The controller's reply; None if it does not run.
-
-        Raises:
-            TfmwError: it runs, or is not known not to, and could not be reached for a while.
-        """
-        deadline = 0.0
-        while not self.why:
-            try:
-                return ask() or b""
-            except OSError as error:
-                problem = error
-            deadline = deadline or time.monotonic() + _UNAVAILABLE_S
-            if self.state() == "queued":
-                return None
-            if time.monotonic() > deadline:
-                raise TfmwError(
-                    f"the controller of kubernetes:{self._number} was not reached for "
-                    f"{_UNAVAILABLE_S:g} s ({problem}), and is not known to be lost: call again "
-                    "once the API server replies."
-                )
-            time.sleep(_RETRY_S)
-        return None
 
     def _dial(self) -> socket.socket:
         try:

@@ -83,97 +83,105 @@ def owner(job: Object) -> Object:
     return {"apiVersion": "batch/v1", "kind": "Job", **named}
 
 
-def controller_job(number: str, pod: Object, returns: bool) -> Object:
+def job(
+    number: str,
+    role: str,
+    template: Any,
+    command: Sequence[str],
+    *,
+    image: str,
+    resources: Mapping[str, Any] | None,
+    pod: Mapping[str, Any],
+    **spec: Any,
+) -> Object:
+    """A Job whose pods are those of the user's template, with what tfmw needs.
+
+    Args:
+        number: number of the job.
+        role: "controller" or "task".
+        template: the user's template: {"metadata": ..., "spec": ...}.
+        command: command of the container `CONTAINER`.
+        image: its image.
+        resources: its limits and requests, which replace the template's.
+        pod: further fields of the pod's spec.
+        spec: further fields of the Job's spec.
+    """
+    sources = {TOKEN: {"secretKeyRef": {"name": name_of(number), "key": "token"}}}
+    for variable, path in ((POD, "metadata.name"), (ADDRESS, "status.podIP")):
+        sources[variable] = {"fieldRef": {"fieldPath": path}}
+    container: Object = {
+        "name": CONTAINER,
+        "image": image,
+        "command": list(command),
+        "env": [{"name": name, "valueFrom": source} for name, source in sources.items()],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    labels = {JOB: number, ROLE: role, "app.kubernetes.io/managed-by": "tfmw"}
+    needs = {"restartPolicy": "Never", **pod, "containers": [container]}
+    made: Object = merged(template, {"metadata": {"labels": labels}, "spec": needs})
+    if resources is not None:
+        (own,) = (c for c in made["spec"]["containers"] if c["name"] == CONTAINER)
+        own["resources"] = resources
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name_of(number), "labels": labels},
+        "spec": {**spec, "template": made},
+    }
+
+
+def controller_job(number: str, returns: bool, account: str, **fields: Any) -> Object:
     """The Job of the controller.
 
     Args:
         number: number of the job.
-        pod: the result of `pod_template`.
         returns: whether a lost pod is replaced; the job's folder must outlive it then.
+        account: its service account.
+        fields: arguments of `job`.
     """
-    spec: Object = {
-        "backoffLimit": _RESTARTS if returns else 0,
-        "ttlSecondsAfterFinished": _KEPT_S,
-        "template": pod,
-    }
+    spec: Object = {"backoffLimit": 0, "ttlSecondsAfterFinished": _KEPT_S}
     if returns:  # neither an eviction nor a controller that has saved everything is a failure
         saved = {"containerName": CONTAINER, "operator": "In", "values": [PREEMPTED]}
         disrupted = {"type": "DisruptionTarget", "status": "True"}
         rules: list[Object] = [{"onPodConditions": [disrupted]}, {"onExitCodes": saved}]
+        spec["backoffLimit"] = _RESTARTS
         spec["podFailurePolicy"] = {"rules": [{"action": "Ignore", **rule} for rule in rules]}
-    return _job(name_of(number), number, "controller", spec)
+    made = job(number, "controller", pod={"serviceAccountName": account}, **fields, **spec)
+    # The autoscaler must not move it.
+    fixed = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    return merged(made, {"spec": {"template": {"metadata": {"annotations": fixed}}}})
 
 
-def tasks_job(number: str, pod: Object, size: tuple[int, int], queue: str) -> Object:
+def tasks_job(
+    number: str, size: tuple[int, int], queue: str, grace_s: int, **fields: Any
+) -> Object:
     """The indexed Job of the tasks; the controller adds its name and its owner.
 
     A failed pod is not replaced, since all tasks restart together.
+
+    Args:
+        number: number of the job.
+        size: the least and the largest number of tasks.
+        queue: local queue of Kueue; "": none.
+        grace_s: seconds between SIGTERM and the end of a pod.
+        fields: arguments of `job`.
     """
     least, most = size
-    spec = {
+    spec: Object = {
         "completionMode": "Indexed",
         "completions": most,
         "parallelism": most,
         "backoffLimitPerIndex": 0,
-        "template": pod,
     }
-    job = _job("", number, "task", spec)
+    pod = {"terminationGracePeriodSeconds": grace_s, "automountServiceAccountToken": False}
+    made = job(number, "task", pod=pod, **fields, **spec)
     if queue:
-        job["metadata"]["labels"][_QUEUE] = queue
-        job["spec"]["suspend"] = True  # Kueue starts it
+        made["metadata"]["labels"] = {**made["metadata"]["labels"], _QUEUE: queue}
+        made["spec"]["suspend"] = True  # Kueue starts it
         if least < most:  # partial admission
             annotation = {"kueue.x-k8s.io/job-min-parallelism": str(least)}
-            job["metadata"]["annotations"] = annotation
-    return job
-
-
-def _job(name: str, number: str, role: str, spec: Object) -> Object:
-    labels = {JOB: number, ROLE: role, "app.kubernetes.io/managed-by": "tfmw"}
-    pod = merged(spec["template"], {"metadata": {"labels": labels}})
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name, "labels": labels},
-        "spec": {**spec, "template": pod},
-    }
-
-
-def pod_template(
-    base: Mapping[str, Any],
-    number: str,
-    command: Sequence[str],
-    *,
-    image: str = "",
-    resources: Mapping[str, Any] | None = None,
-    spec: Mapping[str, Any] | None = None,
-) -> Object:
-    """The pod template of a Job: the user's, with what the job needs.
-
-    Args:
-        base: the user's template: {"metadata": ..., "spec": ...}.
-        number: number of the job.
-        command: command of the container `CONTAINER`.
-        image: its image; by default the template's.
-        resources: its limits and requests; they replace the template's.
-        spec: further fields of the pod.
-    """
-    fields = {TOKEN: {"secretKeyRef": {"name": name_of(number), "key": "token"}}}
-    for variable, path in ((POD, "metadata.name"), (ADDRESS, "status.podIP")):
-        fields[variable] = {"fieldRef": {"fieldPath": path}}
-    container: Object = {
-        "name": CONTAINER,
-        "command": list(command),
-        "env": [{"name": name, "valueFrom": source} for name, source in fields.items()],
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-    }
-    if image:
-        container["image"] = image
-    needs = {"restartPolicy": "Never", **(spec or {}), "containers": [container]}
-    pod: Object = merged(base, {"spec": needs})
-    if resources is not None:
-        (own,) = (c for c in pod["spec"]["containers"] if c["name"] == CONTAINER)
-        own["resources"] = resources
-    return pod
+            made["metadata"]["annotations"] = annotation
+    return made
 
 
 # ---- what pods say -------------------------------------------------------------------------------

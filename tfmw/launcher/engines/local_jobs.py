@@ -15,10 +15,10 @@ import threading
 from pathlib import Path
 
 from tfmw.launcher.call import Payload
-from tfmw.launcher.engines.engine import Contact, JobHandle, JobSpec, Layout, Tasks
+from tfmw.launcher.engines.engine import Contact, JobSpec, Layout, Tasks
 from tfmw.launcher.engines.folder import (
     FolderEngine,
-    FolderHandle,
+    FolderJob,
     control,
     submitting,
     write_contact,
@@ -41,7 +41,7 @@ class Local(FolderEngine):
 
     name = "local"
 
-    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
+    def submit(self, spec: JobSpec, payload: Payload) -> LocalJob:
         folder = write_job(self.root, spec, payload)
         with submitting(folder) as undo:
             with open(folder / "controller.log", "wb") as log:
@@ -55,22 +55,27 @@ class Local(FolderEngine):
             undo.callback(process.kill)
             threading.Thread(target=process.wait, daemon=True).start()
             (folder / "pid").write_text(str(process.pid))
-            handle = self.attach(folder.name)
-        return folder.name, handle
+            return self.attach(folder.name)
 
-    def attach(self, number: str) -> JobHandle:
-        folder = self.folder(number)
-        pid = int((folder / "pid").read_text())
+    def attach(self, number: str) -> LocalJob:
+        return LocalJob(self, number, self.folder(number))
 
-        def state() -> str:
-            return "running" if _controls(pid, folder) else "lost"
 
-        def kill() -> None:
-            if _controls(pid, folder):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+class LocalJob(FolderJob):
+    """A job whose controller is a process of this machine."""
 
-        return FolderHandle(folder, state, kill)
+    def _pid(self) -> int:
+        """The process id of its controller; 0 if that has ended."""
+        pid = int((self.folder / "pid").read_text())
+        return pid if _controls(pid, self.folder) else 0
+
+    def _state(self) -> str:
+        return "running" if self._pid() else "lost"
+
+    def _kill(self) -> None:
+        if pid := self._pid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @dataclasses.dataclass

@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from tfmw.errors import TfmwError, UsageError
+from tfmw.errors import UsageError
 from tfmw.launcher.call import Payload
 from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.agent import run_task
 from tfmw.launcher.engines.controller import Controller
-from tfmw.launcher.engines.engine import Contact, Engine, JobHandle, JobSpec, Layout, Tasks, library
-from tfmw.launcher.engines.job import STATUS
+from tfmw.launcher.engines.engine import Contact, Engine, JobSpec, Layout, Tasks, library
+from tfmw.launcher.engines.job import STATUS, DistantJob
 
 NAMESPACE = "tfmw"
 """Ray's namespace of the actors that control jobs; the jobs' tasks have no names."""
@@ -42,10 +42,7 @@ _FEWER_S = 10.0
 
 _READ = 4 << 20  # bytes of a file in one call
 _REPLY_S = 10.0  # time for a controller to reply
-# Ray needs up to 70 s to detect the loss of a node: five checks of 10 s, 3 s between two of them.
-_UNAVAILABLE_S = 100.0  # time that a controller may be unreachable before the caller gets an error
-_HEAD_S = 20.0  # the same for Ray's head; after 60 s Ray ends the process
-_RETRY_S = 0.2
+_HEAD_S = 20.0  # time that Ray's head may be unreachable; after 60 s Ray ends the process
 _LOOK_EVERY_S = 2.0  # interval between two questions for nodes that are drained
 
 
@@ -71,7 +68,7 @@ class Ray(Engine):
 
     name = "ray"
 
-    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
+    def submit(self, spec: JobSpec, payload: Payload) -> RayJob:
         ray = self._connect()
         number = secrets.token_hex(4)
         here = ray.get_runtime_context().get_node_id()
@@ -97,17 +94,18 @@ class Ray(Engine):
             # are put there directly from the caller's memory.
             parts = [ray.put(np.frombuffer(part, np.uint8)) for part in payload]
             ray.get(actor.begin.remote(spec, parts, self))
-            return number, self._handle(ray, actor)
+            return RayJob(self, number, ray, actor)
         except BaseException:
             ray.kill(actor)
             raise
 
-    def attach(self, number: str) -> JobHandle:
+    def attach(self, number: str) -> RayJob:
         ray = self._connect(start=False)
         try:
-            return self._handle(ray, ray.get_actor(number, namespace=NAMESPACE))
+            actor = ray.get_actor(number, namespace=NAMESPACE)
         except ValueError as error:
             raise self.unknown_job(number, "on this Ray cluster") from error
+        return RayJob(self, number, ray, actor)
 
     def numbers(self) -> list[str]:
         found = self._connect(start=False).util.list_named_actors(all_namespaces=True)
@@ -126,9 +124,6 @@ class Ray(Engine):
         gpus = {"GPU": float(self.gpus_per_worker)} if self.gpus_per_worker else {}
         return {"CPU": 1.0, **gpus, **self.resources}
 
-    def _handle(self, ray: Any, actor: Any) -> JobHandle:
-        return RayHandle(ray, actor, ray.get_runtime_context().gcs_address)
-
     def _connect(self, start: bool = True) -> Any:
         """Connects to Ray; `start`: starts a new cluster of this machine if there is none."""
         ray = library("ray")
@@ -146,91 +141,67 @@ class Ray(Engine):
         return ray
 
 
-class _Gone(Exception):
-    """The job's controller is lost; `RayHandle.why` has the reason."""
-
-
-@dataclasses.dataclass
-class RayHandle:
-    """`JobHandle` of a job's controller actor, usable in any process of the cluster.
+class RayJob(DistantJob):
+    """A job whose controller is an actor, usable in any process of the cluster.
 
     A lost call, as on a busy node, does not mean that the job is lost. Ray then reports the actor
     as unavailable, by a subclass of the error of a dead one. Without its head Ray does not reply at
     all, and ends this process after a minute.
     """
 
-    ray: Any  # the module ray
-    actor: Any  # actor of the controller
-    head: str  # "host:port"
-    why: str = ""
-    _head_gone_since: float | None = None
+    def __init__(self, engine: Ray, number: str, ray: Any, actor: Any) -> None:
+        super().__init__(engine, number)
+        self._ray, self._actor = ray, actor
+        self._head = ray.get_runtime_context().gcs_address  # "host:port"
+        self._head_gone_since: float | None = None
 
     def read(self, name: str, offset: int = 0) -> bytes:
-        found = bytearray()
-        with contextlib.suppress(self.ray.exceptions.RayActorError, _Gone):
+        def ask() -> bytes:
+            found = bytearray()
             while True:
                 piece = self._call("read", name, offset + len(found))
                 found += piece
                 if len(piece) < _READ:  # another call could read a file that has been replaced
-                    break
-        return bytes(found)
+                    return bytes(found)
+
+        return self._asked(ask) or b""
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        with contextlib.suppress(self.ray.exceptions.RayActorError, _Gone):
-            self._call("write", name, bytes(data))
+        self._asked(lambda: self._call("write", name, bytes(data)))
 
-    def state(self) -> str:
+    def _state(self) -> str:
+        if self._gone():  # the controller may reply for a while without Ray's head
+            return "lost"
         try:
-            self._look_at_head()  # the controller may reply for a while without Ray's head
-            self._call("read", STATUS, 0, patience_s=0)
+            self._call("read", STATUS, 0)
             return "running"
-        except _Gone:
-            return "lost"
-        except TfmwError:
-            return ""
-        except self.ray.exceptions.RayActorError as error:
-            self.why = f"its controller on the cluster was lost: {_reason(error)}"
-            return "lost"
+        except OSError:
+            return "lost" if self.why else ""
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """Ends the job: its tasks and its placement group belong to the actor."""
-        self.ray.kill(self.actor)
+        self._ray.kill(self._actor)
 
     def forget(self) -> None:
-        with contextlib.suppress(self.ray.exceptions.RayActorError):
-            try:
-                self._call("remove")
-            except _Gone:
-                return
-        self.ray.kill(self.actor)
+        if self._asked(lambda: self._call("remove")) is not None:
+            self._kill()
 
-    def _call(self, method: str, *args: Any, patience_s: float = _UNAVAILABLE_S) -> Any:
-        """Result of a method of the actor, which is called again if the call is lost.
+    def _call(self, method: str, *args: Any) -> Any:
+        """Result of a method of the actor. Raises OSError: it has died, or does not reply."""
+        errors = self._ray.exceptions
+        try:
+            call = getattr(self._actor, method).remote(*args)
+            return self._ray.get(call, timeout=_REPLY_S)
+        except (errors.ActorUnavailableError, errors.GetTimeoutError) as error:
+            raise TimeoutError(_reason(error)) from error
+        except errors.RayActorError as error:
+            self.why = f"its controller on the cluster was lost: {_reason(error)}"
+            raise ConnectionError(self.why) from error
 
-        Raises:
-            _Gone: Ray's head is lost, or the actor was found dead before.
-            RayActorError: the actor has died.
-            TfmwError: neither is known, and the patience is over.
-        """
+    def _gone(self) -> bool:
         if self.why:
-            raise _Gone
-        deadline = time.monotonic() + patience_s
-        errors = self.ray.exceptions
-        while True:
-            try:
-                call = getattr(self.actor, method).remote(*args)
-                return self.ray.get(call, timeout=_REPLY_S)
-            except (errors.ActorUnavailableError, errors.GetTimeoutError):
-                self._look_at_head()
-            if time.monotonic() > deadline:
-                raise TfmwError(
-                    f"the controller of the job did not reply for {patience_s:g} s, and Ray does "
-                    "not know whether it is alive: look at the node that it is on, and call again."
-                )
-            time.sleep(_RETRY_S)
-
-    def _look_at_head(self) -> None:
-        host, _, port = self.head.rpartition(":")
+            return True
+        host, _, port = self._head.rpartition(":")
         try:
             socket.create_connection((host, int(port)), timeout=_REPLY_S).close()
             self._head_gone_since = None
@@ -239,12 +210,12 @@ class RayHandle:
             self._head_gone_since = self._head_gone_since or now
             if now - self._head_gone_since > _HEAD_S:
                 self.why = (
-                    f"Ray's head at {self.head} has not been reachable for {_HEAD_S:g} s "
+                    f"Ray's head at {self._head} has not been reachable for {_HEAD_S:g} s "
                     f"({error.strerror or error}), and without it Ray ends all tasks, and soon "
                     "this process: start the cluster and the job again; a fit with a backup_dir "
                     "resumes"
                 )
-                raise _Gone from error
+        return bool(self.why)
 
 
 def _reason(error: Exception) -> str:

@@ -23,10 +23,10 @@ from pathlib import Path
 from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher.call import Payload
 from tfmw.launcher.engines import agent
-from tfmw.launcher.engines.engine import Contact, JobHandle, JobSpec, Layout, Tasks
+from tfmw.launcher.engines.engine import Contact, JobSpec, Layout, Tasks
 from tfmw.launcher.engines.folder import (
     FolderEngine,
-    FolderHandle,
+    FolderJob,
     control,
     submitting,
     write_contact,
@@ -115,7 +115,7 @@ class Slurm(FolderEngine):
     def leave_s(self) -> float:
         return self.notice_s
 
-    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
+    def submit(self, spec: JobSpec, payload: Payload) -> SlurmJob:
         folder = write_job(self.root, spec, payload)
         script = SCRIPT.format(
             notice_s=self.notice_s,
@@ -135,20 +135,10 @@ class Slurm(FolderEngine):
             ).partition(";")[0]
             undo.callback(_cancel, number)
             (self.root / number).symlink_to(folder.name)
-            handle = self.attach(number)
-        return number, handle
+            return self.attach(number)
 
-    def attach(self, number: str) -> JobHandle:
-        def state() -> str:
-            name = state_name(number)
-            if name is None:
-                return ""
-            if (found := _STATES.get(name, "lost")) == "lost":
-                handle.why = f"Slurm ended job {number}: {name}" if name else ""
-            return found
-
-        handle = FolderHandle(self.folder(number), state, lambda: _cancel(number))
-        return handle
+    def attach(self, number: str) -> SlurmJob:
+        return SlurmJob(self, number, self.folder(number))
 
     def numbers(self) -> list[str]:
         return [n for n in super().numbers() if (self.root / n).is_symlink()]
@@ -175,6 +165,21 @@ class Slurm(FolderEngine):
             size.append(f"{gpus}={self.gpus_per_worker}")
         named = {"partition": self.partition, "time": self.time, "account": self.account}
         return [*size, *(f"--{k}={v}" for k, v in named.items() if v), *self.options]
+
+
+class SlurmJob(FolderJob):
+    """A job of Slurm, whose batch script runs its controller."""
+
+    def _state(self) -> str:
+        number = self.id.partition(":")[2]
+        if (name := state_name(number)) is None:
+            return ""
+        if (found := _STATES.get(name, "lost")) == "lost":
+            self.why = f"Slurm ended job {number}: {name}" if name else ""
+        return found
+
+    def _kill(self) -> None:
+        _cancel(self.id.partition(":")[2])
 
 
 def _cancel(number: str) -> None:

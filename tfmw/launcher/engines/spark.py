@@ -24,12 +24,12 @@ from tfmw.launcher import call
 from tfmw.launcher.call import Payload
 from tfmw.launcher.engines.agent import run_task
 from tfmw.launcher.engines.controller import Controller
-from tfmw.launcher.engines.engine import Contact, Engine, JobHandle, JobSpec, Layout, Tasks, library
-from tfmw.launcher.engines.folder import FolderHandle
+from tfmw.launcher.engines.engine import Contact, Engine, JobSpec, Layout, Tasks, library
+from tfmw.launcher.engines.folder import FolderJob
 
 _END_S = 20.0  # time for a stage to end by itself
 
-_handles: dict[str, FolderHandle] = {}
+_jobs: dict[str, SparkJob] = {}
 """The jobs of this process by number."""
 
 
@@ -46,36 +46,43 @@ class Spark(Engine):
 
     name = "spark"
 
-    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
+    def submit(self, spec: JobSpec, payload: Payload) -> SparkJob:
         context = _context()
         number = secrets.token_hex(4)
         folder = Path(tempfile.mkdtemp(prefix="tfmw-job-"))
+        job = _jobs[number] = SparkJob(self, number, folder)
         controller = Controller(spec, SparkTasks(context, payload, number), folder)
-        thread = threading.Thread(target=controller.run, name=f"tfmw-{number}", daemon=True)
-        _handles[number] = FolderHandle(
-            folder,
-            state=lambda: "running" if thread.is_alive() else "lost",
-            kill=lambda: context.cancelJobGroup(number),
-        )
-        thread.start()
-        return number, _handles[number]
+        job.thread = threading.Thread(target=controller.run, name=f"tfmw-{number}", daemon=True)
+        job.thread.start()
+        return job
 
-    def attach(self, number: str) -> JobHandle:
-        handle = _handles.get(number)
-        if handle is None or number not in self.numbers():
+    def attach(self, number: str) -> SparkJob:
+        if number not in self.numbers():
             raise UsageError(
                 f"there is no job spark:{number} in this process: on Spark a job ends with the "
                 "process that has submitted it, and only that can attach to it."
             )
-        return handle
+        return _jobs[number]
 
     def numbers(self) -> list[str]:
-        return [number for number, handle in _handles.items() if handle.folder.exists()]
+        return [number for number, job in _jobs.items() if job.folder.exists()]
 
     def where(self, number: str) -> str:
         context = _context()
         at = f", its pages at {context.uiWebUrl}" if context.uiWebUrl else ""
         return f"job spark:{number} in the Spark application {context.applicationId}{at}"
+
+
+class SparkJob(FolderJob):
+    """A job whose controller is a thread of this process."""
+
+    thread: threading.Thread
+
+    def _state(self) -> str:
+        return "running" if self.thread.is_alive() else "lost"
+
+    def _kill(self) -> None:
+        _context().cancelJobGroup(self.id.partition(":")[2])
 
 
 @dataclasses.dataclass(eq=False)

@@ -3,29 +3,38 @@
     workers = JobWorkers(engine, 4)          # in the caller's process
     results = workers.call(train, (10,))     # of each task
 
-The job's controller sends each call to the tasks; see `standing_calls.py` for the files.
+The two exchange files of the job. The caller writes `call-1`, `leave-1` to have the tasks end it
+early, and `caller` as a sign of life. The job's controller sends the call to the tasks, and writes
+`answer-1` with the result of each.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
-import json
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tfmw.cluster.signals import LEAVE, Signals
 from tfmw.errors import Preempted, TaskFailed
 from tfmw.launcher import call
-from tfmw.launcher.engines import submit
+from tfmw.launcher.engines import own_files, submit
 from tfmw.launcher.engines.engine import Engine
 from tfmw.launcher.engines.job import BACKUP, ENDED
-from tfmw.launcher.engines.standing_calls import CALLER
 from tfmw.launcher.output import is_watched
+
+CALLER = "caller"
+"""File whose content the caller changes from time to time."""
+
+SILENCE_S = 60.0
+"""Seconds without a sign of life of the caller, after which its job ends."""
 
 _BEAT_S = 5.0  # interval of the caller's signs of life
 _POLL_S = 0.05
@@ -54,8 +63,7 @@ class JobWorkers:
         self.stopped = 0
         self._output = self.job.output()
         self._process = os.getpid()
-        self._said = {"beats": 0, "calls": 0, "leave": 0}
-        self._saying = threading.Lock()
+        self._calls = 0  # number of calls so far
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="tfmw-caller", daemon=True).start()
 
@@ -77,16 +85,17 @@ class JobWorkers:
         """
         packed = io.BytesIO()
         call.write(call.pack(fn, args), packed)
-        number = self._said["calls"] + 1
-        self.job.write(f"call-{number}", packed.getbuffer())
-        self._say(calls=number)
+        self._calls += 1
+        asked = False  # whether the tasks were asked to end the call early
+        self.job.write(f"call-{self._calls}", packed.getbuffer())
         with Signals(leave=(signal.SIGINT, *LEAVE)) as stop:
-            while (outcomes := self.job.outcomes(f"answer-{number}")) is None:
+            while (outcomes := self.job.outcomes(f"answer-{self._calls}")) is None:
                 self._output.copy(sys.stdout)
                 if (problem := self._problem()) is not None:
                     self._fail(problem)
-                if stop.received and self._said["leave"] != number:
-                    self._say(leave=number)
+                if stop.received and not asked:
+                    asked = True
+                    self.job.write(f"leave-{self._calls}", b"leave")
                 if stop.hurry:
                     self.close()
                     interrupted = stop.received[0] == signal.SIGINT
@@ -125,14 +134,56 @@ class JobWorkers:
         finally:
             self.close()
 
-    def _say(self, **known: int) -> None:
-        with self._saying:
-            self._said = {**self._said, **known}
-            self.job.write(CALLER, json.dumps(self._said).encode())
-
     def _beat(self) -> None:
         while not self._closed.wait(_BEAT_S):
             try:
-                self._say(beats=self._said["beats"] + 1)
+                self.job.write(CALLER, str(time.monotonic()).encode())
             except Exception:  # the next one may be written, or the job has ended
                 continue
+
+
+@dataclasses.dataclass
+class Calls:
+    """The caller of a job whose tasks stay, as the job's controller sees it."""
+
+    folder: Path  # directory of the job's files
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._last, self._heard_at = b"", self.clock()
+        self._number = 0  # number of the last call
+        self._answers: dict[int, bytes] = {}
+
+    @property
+    def caller_gone(self) -> bool:
+        """Whether the caller has given no sign of life for a while."""
+        if (data := own_files.read(self.folder, CALLER)) != self._last:
+            self._last, self._heard_at = data, self.clock()
+        return self.clock() - self._heard_at > SILENCE_S
+
+    def look(self, send: Callable[[int, bytes], None], leave: Callable[[], None]) -> None:
+        """Passes on what the caller asks for.
+
+        Args:
+            send: sends the call of a number to all tasks.
+            leave: asks the tasks to end the call after the current step.
+        """
+        if call := self._take(f"call-{self._number + 1}"):
+            self._number, self._answers = self._number + 1, {}
+            send(self._number, call)
+        if self._take(f"leave-{self._number}"):
+            leave()
+
+    def _take(self, name: str) -> bytes:
+        """Reads and removes a file of the caller; b"" if there is none."""
+        if data := own_files.read(self.folder, name):
+            (self.folder / name).unlink()
+        return data
+
+    def answered(self, count: int, rank: int, number: int, body: bytes) -> None:
+        """Records the result of one of `count` tasks, and writes all once they are complete."""
+        self._answers[rank] = body
+        if len(self._answers) == count:
+            answers = [self._answers[rank] for rank in range(count)]
+            own_files.write(self.folder / f"answer-{number}", pickle.dumps(answers))
+            (self.folder / f"answer-{number - 1}").unlink(missing_ok=True)

@@ -214,7 +214,7 @@ def attach(job_id: str, on: Engine | None = None) -> Job:
             "another package needs an entry point, or is passed by on=."
         )
     engine = engine_of(name) if on is None else on
-    return Job(name, number, engine.attach(number), engine.where(number))
+    return engine.attach(number)
 
 
 def jobs(on: str | Engine) -> list[Job]:
@@ -229,7 +229,7 @@ def jobs(on: str | Engine) -> list[Job]:
     engine, found = engine_of(on), []
     for number in engine.numbers():
         with contextlib.suppress(UsageError):  # it has been removed since
-            found.append(Job(engine.name, number, engine.attach(number), engine.where(number)))
+            found.append(engine.attach(number))
     return found
 
 
@@ -284,13 +284,7 @@ def start(
         body=script,
     )
     spec = JobSpec(setup, (least, most), ps, evaluator)
-    number, handle = engine.submit(spec, payload)
-    try:
-        return Job(engine.name, number, handle, engine.where(number))
-    except BaseException:  # the job would be unknown to all processes
-        handle.kill()
-        handle.forget()
-        raise
+    return engine.submit(spec, payload)
 
 
 def finish(
