@@ -59,7 +59,7 @@ def execute(path: Path, timeout_s: float = 240, formats: tuple[str, ...] = ("png
         resources=resources,
         record_timing=False,
         extra_arguments=[f"--InlineBackend.figure_formats={name}" for name in formats],
-    ).execute(env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1"})  # no INFO of TensorFlow
+    ).execute(env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})  # as tasks have it by default
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = readable(cell.outputs)

@@ -411,25 +411,46 @@ def test_a_signal_ends_the_workers_and_keeps_their_weights(number, arguments, sa
 
 
 class DieOnce(keras.callbacks.Callback):
-    """Kills worker 1 of the first attempt in the middle of the second epoch."""
+    """Kills a worker once, in the middle of the second epoch.
+
+    Args:
+        task: the worker's name.
+        died: a file that the worker leaves.
+    """
 
     chief_only = False
 
+    def __init__(self, task, died):
+        super().__init__()
+        self.task, self.died = task, died
+
     def on_train_batch_end(self, batch, logs=None):
-        first = os.environ["TFMW_ATTEMPT"] == "0"
-        if (
-            first
-            and os.environ["TFMW_TASK"] == "worker 1"
-            and self.model.optimizer.iterations == 10
-        ):
+        here = os.environ["TFMW_TASK"] == self.task and not self.died.exists()
+        if here and self.model.optimizer.iterations == 10:
+            self.died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class WritesPids(keras.callbacks.Callback):
+    """Leaves the process of each task in a folder."""
+
+    chief_only = False
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def on_train_begin(self, logs=None):
+        (self.folder / f"{os.environ['TFMW_TASK']} {os.getpid()}").touch()
+
+
 @pytest.mark.process
-def test_fit_restarts_as_often_as_its_engine_allows(tmp_path, capfd):
+@pytest.mark.parametrize("task", ["worker 1", pytest.param("worker 0", marks=pytest.mark.nightly)])
+def test_a_killed_worker_of_a_fit_is_replaced_alone(task, tmp_path, capfd):
+    """The other one's process stays, and the results are those of one process."""
     data = tf.data.Dataset.from_tensor_slices((X[:56], Y[:56])).batch(8)
     weights = []
-    for callbacks in ([], [DieOnce()]):
+    for callbacks in ([], [DieOnce(task, tmp_path / "died"), WritesPids(tmp_path)]):
         keras.utils.set_random_seed(5)
         model = compiled(functional())
         tfmw.fit(
@@ -445,7 +466,9 @@ def test_fit_restarts_as_often_as_its_engine_allows(tmp_path, capfd):
         )
         assert model.optimizer.iterations == 21
         weights.append(model.get_weights())
-    assert "restart 1 of 1 at once: worker 1 failed" in capfd.readouterr().out
+    assert f"restart 1 of 1 at once, of {task} alone: it failed" in capfd.readouterr().out
+    starts = [path.name.rpartition(" ")[0] for path in tmp_path.glob("worker *")]
+    assert sorted(starts) == sorted([task, "worker 0", "worker 1"])
     for alone, restarted in zip(*weights, strict=True):
         np.testing.assert_allclose(alone, restarted, rtol=1e-4, atol=1e-6)
 

@@ -110,8 +110,8 @@ class Attempt:
         kinds = {kind for kind, _ in self.layout} if self.cluster is None else set(self.cluster)
         self._has_ps = "ps" in kinds
         # Whether a lost worker is replaced while the others wait for it.
-        run, several = self.context.run, [kind for kind, _ in self.layout].count("worker") > 1
-        here = several and self.cluster is None and run.payload is None and not self._has_ps
+        several = [kind for kind, _ in self.layout].count("worker") > 1
+        here = several and self.cluster is None and not self._has_ps
         self._replaces = here and self._options.max_restarts > 0 and not self._options.elastic
         self._replaced: list[Task] = []  # ended tasks that were restarted alone
         # Task -> time to restart it alone; infinity: not decided yet.
