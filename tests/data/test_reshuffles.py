@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers.cases import every
+from tfmw.compat import datasets
 from tfmw.compat.pipelines import Pipeline
 from tfmw.compat.shuffles import ShuffleSeeds
 from tfmw.data.reshuffles import small_of
@@ -68,3 +69,10 @@ def test_a_state_has_no_part_for_each_place_in_the_buffer(make: Callable[[], Any
         resource_handle=iter(small)._iterator_resource, external_state_policy=0
     )
     assert len(states) < 10
+
+
+def test_the_generators_of_many_shuffles_are_found_without_a_warning(caplog):
+    """TensorFlow warns of a function that is made anew for each call."""
+    handles = [datasets.generator_of(datasets.small_shuffle((1, 2))) for _ in range(6)]
+    assert {handle.dtype for handle in handles} == {tf.resource}
+    assert "retracing" not in caplog.text

@@ -223,7 +223,7 @@ def generator_of(small: tf.data.Dataset) -> tf.Tensor:
     def handle() -> tf.Tensor:
         return tf.graph_util.import_graph_def(graph, return_elements=[f"{node.name}:0"])[0]
 
-    return handle()
+    return handle.get_concrete_function()()  # TensorFlow warns of functions called once each
 
 
 # stages that do no work of their own
