@@ -21,7 +21,7 @@ from tfmw.launcher.hosts.leader import DRAIN_S
 from tfmw.launcher.hosts.lease import Record
 from tfmw.launcher.hosts.settings import SILENCE_S
 from tfmw.launcher.hosts.supervisor import Supervisor
-from tfmw.launcher.remote.messages import Ended, Ready, Start
+from tfmw.launcher.remote.messages import Ended, Join, Over, Ready, Start
 from tfmw.launcher.restart import AttemptOutcome
 from tfmw.storage.leased_object import Lost
 
@@ -190,6 +190,21 @@ def supervisor_of(process: Any) -> Supervisor:
     """One of several hosts, whose links, lock and tasks only note what they were called for."""
     settings = World(HOSTS, 1, expires=True, rejoin_timeout_s=0.0).settings
     return Supervisor(settings, 0, 0.0, process, process, process, print)
+
+
+def test_a_host_with_other_settings_ends_with_the_reason():
+    leads, other = mock.Mock(), mock.Mock()
+    leader, member = supervisor_of(leads), supervisor_of(other)
+    leader.lease_gained(None, 0.1)
+    leader.from_member(1, Join({"--min-hosts": "2"}, -1, -1), 0.2)
+    (host, message), _ = leads.to_member.call_args
+    assert host == 1
+    member.record_seen(Record("run", leader=1), 0.2)
+    member.leader_connected(1, 0.3)
+    member.from_leader(message, 0.4)
+    (line,) = message.lines
+    assert member.way_out == Over(2, (line,))
+    assert line.startswith("tfmw: hosts disagree about --min-hosts: the one that leads has nothing")
 
 
 def test_an_attempt_that_could_not_be_recorded_starts_later_with_the_same_number():
