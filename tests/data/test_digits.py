@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,14 @@ def test_processes_that_start_together_prepare_it_once_and_read_the_same(tmp_pat
     versions = [p.name for p in (tmp_path / "tfmw_digits").iterdir() if p.is_dir()]
     assert versions == ["1.0.0"]
     assert list(temporary.iterdir()) == []
+
+
+def test_weights_do_not_depend_on_who_has_prepared_the_data(tmp_path):
+    before = random.getstate()  # Keras draws the seeds of initial weights from it
+    datasets.load("tfmw_digits", "train", data_dir=tmp_path)
+    assert random.getstate() == before
+    tfmw.data.datasets.digits.TfmwDigits(data_dir=tmp_path / "by TFDS").download_and_prepare()
+    assert random.getstate() == before
 
 
 def test_lock_is_released_with_its_process(tmp_path):

@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import importlib
 import os
+import random
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -80,21 +81,24 @@ def one_process_at_a_time(data_dir: str | os.PathLike[str]) -> Iterator[None]:
 
     The lock is a POSIX record lock (fcntl(2)) on a file beside the directory. The kernel drops it
     when its holder dies, it works over NFS, and the process that holds it may take it again. There
-    is no lock on a remote `data_dir` (`gs://...`): prepare such data once, before the job.
+    is no lock on a remote `data_dir` (`gs://...`): prepare such data once, before the job. Python's
+    random generator has the same state afterwards, so the initial weights do not depend on which
+    process has prepared the data.
     """
     path = os.fspath(data_dir)
-    if "://" in path:
-        yield
-        return
-    lock = Path(path + ".lock")
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX)
-        except OSError as e:
-            if e.errno not in disk.NO_LOCKS:
-                raise
-            # TFDS renames a complete directory: processes without the lock do the work twice.
+    with contextlib.ExitStack() as stack:
+        # TFDS draws the names of its files from the generator that gives Keras its weights' seeds.
+        stack.callback(random.setstate, random.getstate())
+        if "://" not in path:
+            lock = Path(path + ".lock")
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(lock.open("w"))
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX)
+            except OSError as e:
+                if e.errno not in disk.NO_LOCKS:
+                    raise
+                # TFDS renames a complete directory: processes without the lock do the work twice.
         yield
 
 
