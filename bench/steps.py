@@ -216,10 +216,12 @@ def page_tables(medians: Medians) -> dict[str, list[list[str]]]:
 
 
 def figures(medians: Medians) -> list[Figure]:
-    """Each ratio, with its goal."""
+    """Each ratio, with its goal, and `alone / ddp`, the least that `tfmw / ddp` can be."""
     found = []
-    for ours in (turn for turn in medians if turn[2].startswith("tfmw")):
+    for ours in (turn for turn in medians if turn[2].startswith(("tfmw", "alone"))):
         for theirs in (t for t in medians if t[:2] == ours[:2] and not t[2].startswith("tfmw")):
+            if ours[2] == "alone" and theirs[2] != "ddp":
+                continue
             if values := ratios(medians, ours, theirs):
                 workers = f"{ours[1]} worker{'s' * (ours[1] > 1)}"
                 row = f"a step of {ours[0]}: {ours[2]} / {theirs[2]}, {workers}"

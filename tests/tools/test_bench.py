@@ -189,15 +189,18 @@ def test_tables_of_a_run_have_ranges():
     ms = {
         ("mlp", 2, "tfmw"): [20.0, 30.0],
         ("mlp", 2, "all_cores"): [40.0, 40.0],
+        ("mlp", 2, "alone"): [25.0, 25.0],
         ("mlp", 2, "ddp"): [40.0, nan],
     }
     found = steps.page_tables(ms)
     (row,) = found["steps"][1:]
-    assert row == ["MLP, 25M parameters, Adam", "0.50 to 0.75", "", "0.50", "", "", ""]
+    assert row == ["MLP, 25M parameters, Adam", "0.50 to 0.75", "", "0.50", "", "0.80 to 1.20", ""]
     assert found["speed"][1:] == [row[:4]]
-    (first, second) = steps.figures(ms)
+    first, beside_alone, second, bound = steps.figures(ms)
     assert first.cells == ["a step of mlp: tfmw / all_cores, 2 workers", "0.62", "0.50 to 0.75", ""]
+    assert beside_alone.cells[1:] == ["1.00", "0.80 to 1.20", "1.2"]
     assert second.cells[1:] == ["0.50", "0.50", "0.4"]
+    assert bound.cells == ["a step of mlp: alone / ddp, 2 workers", "0.62", "0.62", ""]
 
 
 def test_rounds_end_in_time_and_go_on_after_a_failure(monkeypatch):
