@@ -136,6 +136,34 @@ def test_a_copy_of_the_files_on_each_host_is_the_same_data(tmp_path: Path) -> No
     assert refused(lambda rank: tfrecord(paths[rank]).batch(2)) is None
 
 
+def example(*features: tuple[str, bytes]) -> bytes:
+    """A serialized Example, its features in the order given."""
+    of_bytes = [
+        (k, tf.train.Feature(bytes_list=tf.train.BytesList(value=[v]))) for k, v in features
+    ]
+    body = b"".join(tf.train.Features(feature={k: v}).SerializeToString() for k, v in of_bytes)
+    size = len(body)
+    return bytes([0x0A, size & 0x7F | 0x80, size >> 7]) + body  # of 128 to 16,383 bytes
+
+
+@pytest.mark.parametrize("size", [100, 9000])  # below and above the first bytes that are read
+def test_hosts_prepare_the_same_examples_with_features_in_another_order(
+    tmp_path: Path, size: int
+) -> None:
+    def refusal(other_label: bytes) -> str | None:
+        one = example(("image", bytes(size)), ("label", b"1"))
+        two = example(("label", other_label), ("image", bytes(size)))
+        assert tf.train.Example.FromString(two).features.feature["image"].bytes_list.value
+        paths = [
+            records(tmp_path / f"host{i}{other_label!r}", "train", made)
+            for i, made in enumerate((one, two))
+        ]
+        return refused(lambda rank: tfrecord(paths[rank]).batch(2))
+
+    assert refusal(b"1") is None
+    assert refusal(b"2") is not None
+
+
 SAME: dict[str, Callable[[int], Any]] = {
     "a part that all take alike": lambda rank: numbers().shard(10, 3).batch(4),
     "other seeds": lambda rank: numbers().shuffle(5 + rank, seed=rank).batch(4),

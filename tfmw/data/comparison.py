@@ -8,8 +8,8 @@ of their data:
 * of a pipeline: the numbers that select elements (`shard`, `skip`, `take`, `range`, `batch`), its
   arrays, its strings; in its functions the numbers of `shard` and of filters, strings, and captured
   arrays;
-* of strings that name files: their base names, and of up to 8 files the size and first bytes. So
-  each host may have a copy under another path.
+* of strings that name files: their base names, and of up to 8 files the size and first bytes or
+  records. So each host may have a copy under another path, or have prepared the data itself.
 
 Not compared: seeds and buffer sizes (all workers use the chief's seeds), files of caches, small
 captured values, and Python functions of maps. Workers may get different elements from these without
@@ -27,6 +27,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from tfmw.compat import datasets
 from tfmw.compat.pipelines import Pipeline
@@ -38,6 +39,7 @@ _VALUES = 16  # captured arrays with fewer values are not compared
 _COMPARED = 1 << 16  # most values of an array that are compared, evenly spaced
 _FILES = 8  # number of files opened
 _FIRST_BYTES = 4096  # bytes compared of a file
+_FIRST_RECORD = 1 << 24  # or its first record, up to these bytes
 _TOLERANCE = 1e-3  # hosts may round differently
 TOLERANCE_OF_SKETCHES = 1e-5  # relative to the norm of the sketched values
 _WEIGHTS = np.random.default_rng(0).uniform(-1, 1, _COMPARED)
@@ -213,11 +215,34 @@ def _file(path: str) -> list[Any] | None:
     try:
         if not path or "\0" in path or not tf.io.gfile.exists(path) or tf.io.gfile.isdir(path):
             return None
+        size = tf.io.gfile.stat(path).length
         with tf.io.gfile.GFile(path, "rb") as file:
-            first = zlib.crc32(file.read(_FIRST_BYTES))
-        return [os.path.basename(path), tf.io.gfile.stat(path).length, first]
+            first = file.read(_FIRST_BYTES)
+            length = int.from_bytes(first[:8], "little")  # of a TFRecord; data begin at byte 12
+            if len(first) < length + 12 < min(size, _FIRST_RECORD):
+                first += file.read(length + 12 - len(first))
+        return [os.path.basename(path), size, zlib.crc32(_ordered(first))]
     except (tf.errors.OpError, OSError, ValueError):
         return None
+
+
+def _ordered(first: bytes) -> bytes:
+    """The first bytes of a file; of TFRecords with Examples, these in one order of their features.
+
+    Protocol buffers write the same features in different orders in different processes, so hosts
+    that have prepared the same data have files that differ.
+    """
+    found, rest = b"", first
+    while 0 < (length := int.from_bytes(rest[:8], "little")) <= len(rest) - 12:
+        record, rest = rest[12 : 12 + length], rest[16 + length :]
+        try:
+            ordered = tf.train.Example.FromString(record).SerializeToString(deterministic=True)
+        except DecodeError:
+            return first
+        if len(ordered) != length:
+            return first
+        found += ordered
+    return found or first
 
 
 def refuse_own_elements(pipeline: Pipeline, sharding: Sharding) -> None:
