@@ -51,6 +51,7 @@ navigation = {
         "notebooks/many_workers",
         "notebooks/data_from_files",
         "notebooks/custom_training",
+        "notebooks/transfer_learning",
         "notebooks/speed_up",
         "notebooks/reading_a_benchmark",
         "notebooks/slow_network",

@@ -19,7 +19,14 @@ from tfmw.launcher.output import without_notices
 
 # In the order of their links.
 NAMES = ["first_fit", "before_and_after", "many_workers", "data_from_files", "custom_training"]
-NAMES += ["speed_up", "reading_a_benchmark", "slow_network", "surviving_a_crash", "two_hosts"]
+NAMES += [
+    "transfer_learning",
+    "speed_up",
+    "reading_a_benchmark",
+    "slow_network",
+    "surviving_a_crash",
+    "two_hosts",
+]
 NAMES += ["parameter_servers", "large_tables", "on_a_cluster"]
 
 
@@ -142,6 +149,16 @@ def shows_custom_training(text: str) -> None:
     assert "both tasks have the same losses: True" in text
 
 
+def shows_transfer_learning(text: str) -> None:
+    assert "first task: 719 images; second task: 50 to train on, 668 to test" in text
+    frozen, tuned = numbers(r"differ from those of one process by ([\de.-]+)", text)
+    assert max(frozen, tuned) < 1e-5
+    assert "the weights and averages of the base are unchanged: True" in text
+    pattern = r"(?:head|fine-tuned|scratch) +accuracy ([\d.]+) on 668 images"
+    head, fine_tuned, untrained, _ = numbers(pattern, text)
+    assert min(head, fine_tuned) > untrained + 0.1
+
+
 def shows_speed_up(text: str) -> None:
     pattern = r"one worker +([\d.]+) ms, two workers +([\d.]+) ms, all cores +([\d.]+) ms"
     lines = re.findall(pattern, text)
@@ -242,6 +259,12 @@ def test_data_from_files() -> None:
 @pytest.mark.process
 def test_custom_training() -> None:
     run("custom_training")
+
+
+@pytest.mark.nightly
+@pytest.mark.process
+def test_transfer_learning() -> None:
+    run("transfer_learning")
 
 
 @pytest.mark.nightly
