@@ -11,6 +11,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -1374,6 +1375,21 @@ def test_variable_that_the_model_does_not_hold_is_refused(eager: bool, two_repli
     model.compile("sgd", ScaledLoss(), run_eagerly=eager)
     with pytest.raises(tfmw.UsageError, match=r"assigns the variable 'scale:0'.*does not hold"):
         tfmw.fit(model, ONES[0], ONES[1], verbose=0, strategy=two_replicas)
+
+
+def test_saved_model_that_is_trained_is_refused(two_replicas: Any, tmp_path: Path) -> None:
+    encoder().export(tmp_path, verbose=False)
+    saved = layers.TFSMLayer(str(tmp_path), call_endpoint="serve", name="saved")
+    model = compiled(keras.Sequential([keras.Input((WIDTH,)), saved, dense(CLASSES)]))
+    with pytest.raises(tfmw.UsageError, match="the layer 'saved' is a TFSMLayer that is trained"):
+        tfmw.fit(model, X, Y, verbose=0, strategy=two_replicas)
+    assert np.isfinite(tfmw.evaluate(model, X, Y, verbose=0, strategy=two_replicas))
+    saved.trainable = False
+    model = compiled(model)
+    before = model.get_weights()
+    tfmw.fit(model, X, Y, verbose=0, strategy=two_replicas)
+    changed = [not np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True)]
+    assert sum(changed) == 2, "kernel and bias of the layer behind it"
 
 
 class OwnOptimizer(keras.Model):

@@ -337,6 +337,19 @@ def refuse_raw_variables(model: keras.Model) -> None:
         )
 
 
+def refuse_saved_models(model: keras.Model) -> None:
+    """Raises UsageError for a SavedModel that is trained: its functions keep its own variables."""
+    for layer in layers_of(model):
+        is_saved = isinstance(layer, keras.layers.TFSMLayer)
+        if is_saved and (layer.trainable_variables or layer.call_training_endpoint):
+            raise UsageError(
+                f"the layer {layer.name!r} is a TFSMLayer that is trained: its SavedModel has one "
+                "copy of its variables, but each replica in a process, and each worker of "
+                "parameter servers, needs its own. Set trainable=False, without a "
+                "call_training_endpoint, or train with one replica in each process."
+            )
+
+
 @contextlib.contextmanager
 def raw_variables_constant(model: keras.Model, processes: int) -> Iterator[None]:
     """Prevents changes of raw `tf.Variable`s on one replica or process alone, in this context."""

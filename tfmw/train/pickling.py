@@ -100,7 +100,7 @@ class Packer:
         start, self._apart = self._buffer.tell(), apart
         try:
             self._pickler.dump(value)
-        except (*_REFUSALS, pickle.PicklingError) as e:
+        except (*_REFUSALS, pickle.PickleError) as e:
             reason = first_line(e)
             raise UsageError(
                 f"something in the arguments cannot be sent to other processes ({reason}): pass "

@@ -227,6 +227,8 @@ class SyncDriver:
 
         Its result is int64 [], over all replicas; 0 at the end of the data.
         """
+        if kind.trains and self.copies:
+            placement.refuse_saved_models(self.model)
         averages = self.state.variables() if kind.uneven and kind.trains else []
         sharding = (kind.trains and self.sync.sharding) or self.replicas.sharding
 

@@ -54,6 +54,7 @@ class ParameterServerTraining:
                 "number of updates in an epoch, for example examples // batch_size."
             )
         placement.refuse_raw_variables(context.model)
+        placement.refuse_saved_models(context.model)
         self.model = context.model
         self.strategy = tf.distribute.get_strategy()
         self.group = context.group
