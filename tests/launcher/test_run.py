@@ -676,7 +676,7 @@ class TestOutput:
                 task._write_log(data)
                 log.seek(0)
                 shown.append(log.read())
-        lines = b"a\n 2/9\nb\n\bkept\n"
+        lines = b"a\n 2/9\nb\nkept\n"
         assert shown[:3] == [b"a\n 1/9", b"a\n 2/9", b"a\n 2/9"]
         assert shown[3:5] == [lines[:9], lines]
         assert shown[5:] == [lines + b"x" * 70_000, lines + b"x" * 70_000 + b"y\n"]

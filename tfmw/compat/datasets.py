@@ -103,9 +103,11 @@ def shuffled_rows(adapter: Any) -> dict[str, Any] | None:
 def seeded_order(adapter: Any) -> tf.Tensor:
     """int64 [rows]: the order of an adapter of arrays under a global seed, the same in each pass.
 
-    Keras's pipeline zips batches of indices with the arrays.
+    Keras's pipeline zips batches of indices with the arrays, whose content does not matter.
     """
-    node = adapter.get_tf_dataset()
+    rows: np.ndarray = np.zeros([adapter._num_samples], bool)
+    options = {"batch_size": adapter._batch_size, "shuffle": adapter._shuffle}
+    node = array_data_adapter.ArrayDataAdapter(rows, **options).get_tf_dataset()
     while kind_of(node) != "zip":
         node = node._input_dataset
     with tf.device("cpu:0"):

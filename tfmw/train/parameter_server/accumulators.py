@@ -23,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.compat import parameter_servers
+from tfmw.compat import models, parameter_servers
 from tfmw.compat.optimizers import variables_of
 from tfmw.errors import UsageError
 from tfmw.tables.shards import server
@@ -83,10 +83,11 @@ class SynchronousSteps(WorkerSteps):
                         reduction_type="SUM",
                     )
                 )
+        count = functools.partial(models.own_variable, 0, dtype=tf.int64, trainable=False)
         with tf.device(server(self._gradients[0].server)):
-            self._sent = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradients_sent")
+            self._sent = count(name="gradients_sent")
         with tf.device(server(server_variables.home)):
-            self._used = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradients_used")
+            self._used = count(name="gradients_used")
             self._over = [
                 tf.queue.FIFOQueue(-1, [tf.int64], [[]], shared_name=f"{self._name}/over_{w}")
                 for w in range(workers)

@@ -152,8 +152,8 @@ class ServerVariables:
         # One server counts: one that receives gradients, so that a count follows its update.
         self.home = self.shards(by_size[0])[0].server
         with tf.device(server(self.home)):
-            self.tickets = tf.Variable(0, dtype=tf.int64, trainable=False, name="tickets")
-            self.applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="applied")
+            self.tickets = models.own_variable(0, dtype=tf.int64, trainable=False, name="tickets")
+            self.applied = models.own_variable(0, dtype=tf.int64, trainable=False, name="applied")
         self._weights = weights
         # Values, by id, that coordinator and servers share; no copy until one changes.
         self._known = {id(v): models.native(v).read_value() for v, _ in self.scalars}
