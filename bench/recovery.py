@@ -13,6 +13,7 @@ this environment, or in the one of the given Python.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import os
@@ -40,9 +41,14 @@ EVENTS = ("detected", "restarted", "first new step")
 # ---- what is trained ----------------------------------------------------------------------------
 
 
+def _say(text: str) -> None:
+    """Prints a line in one write: workers of torchrun write to the same pipe."""
+    print(f"{text}\n", end="", flush=True)
+
+
 def train_tfmw(folder: str) -> None:
     """A toy model on the cluster that `tfmw run` made."""
-    print(f"script {os.getpid()}", flush=True)
+    _say(f"script {os.getpid()}")
     import keras
     import numpy as np
 
@@ -52,7 +58,7 @@ def train_tfmw(folder: str) -> None:
         """Prints each step."""
 
         def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-            print(f"made step {int(self.model.optimizer.iterations)}", flush=True)
+            _say(f"made step {int(self.model.optimizer.iterations)}")
             time.sleep(0.02)  # as in train_torch
 
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(10), keras.layers.Dense(1)])
@@ -73,7 +79,7 @@ def train_tfmw(folder: str) -> None:
 
 def train_torch(folder: str) -> None:
     """The same with DistributedDataParallel and gloo, on the cluster that torchrun made."""
-    print(f"script {os.getpid()}", flush=True)
+    _say(f"script {os.getpid()}")
     import torch
     from torch import nn
 
@@ -96,7 +102,7 @@ def train_torch(folder: str) -> None:
         nn.functional.mse_loss(model(x), x[:, :1]).backward()
         optimizer.step()
         step += 1
-        print(f"made step {step}", flush=True)
+        _say(f"made step {step}")
         time.sleep(0.02)
         if step % 20 == 0 and torch.distributed.get_rank() == 0:
             torch.save({"model": model.state_dict(), "step": step}, f"{path}.tmp")
@@ -121,11 +127,18 @@ def measure(command: list[str], killed: int, new: int) -> dict[str, float]:
     launcher = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
     )
-    hung = threading.Timer(TIMEOUT_S, launcher.kill)
+    scripts: list[int] = []
+
+    def end() -> None:
+        """Ends a run that hangs: torchrun's workers outlive it."""
+        for pid in [launcher.pid, *scripts]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    hung = threading.Timer(TIMEOUT_S, end)
     hung.start()
     try:
         lines = _lines(launcher)
-        scripts: list[int] = []
         for line in lines:
             if found := re.search(r"script (\d+)", line):
                 scripts.append(int(found[1]))
@@ -141,7 +154,8 @@ def measure(command: list[str], killed: int, new: int) -> dict[str, float]:
             now = time.monotonic() - begin
             if "tfmw: restart" in line:
                 seen["detected"] = now
-            if "script " in line:
+            if found := re.search(r"script (\d+)", line):
+                scripts.append(int(found[1]))
                 again += 1
                 seen.setdefault("detected", now)
                 if again == new:
