@@ -174,10 +174,17 @@ def _split(target: str) -> tuple[str, str]:
             text = Path(where).read_text(errors="replace")
             names = symtable.symtable(text, where, "exec").get_identifiers()
             if name not in names and "import *" not in text:
-                raise UsageError(f"{where} has no function {name!r}.")  # before its code runs
+                raise _without_function(where, name)  # before its code runs
     elif importlib.util.find_spec(where.partition(".")[0]) is None:
         raise UsageError(f"there is no module {where!r}: expected MODULE:FUNCTION.")
     return where, name
+
+
+def _without_function(where: str, name: str) -> UsageError:
+    return UsageError(
+        f"{where} has no function {name!r}: expected one that returns (model, dataset), the "
+        "compiled model and batches of the global batch size."
+    )
 
 
 def load(target: str) -> Callable[[], Any]:
@@ -197,7 +204,7 @@ def load(target: str) -> Callable[[], Any]:
         module = importlib.import_module(where)
     function = getattr(module, name, None)
     if not callable(function):
-        raise UsageError(f"{where} has no function {name!r}.")
+        raise _without_function(where, name)
     make: Callable[[], Any] = function
     return make
 
