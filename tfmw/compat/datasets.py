@@ -63,11 +63,16 @@ def batches_of_slices(adapter: Any) -> tf.data.Dataset | None:
     """
     if type(adapter) is not array_data_adapter.ArrayDataAdapter or adapter._shuffle:
         return None
-    arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
-    arrays = keras.tree.lists_to_tuples(arrays)
+    arrays = _arrays_of(adapter)
     if not all(isinstance(a, np.ndarray | tf.Tensor) for a in tf.nest.flatten(arrays)):
         return None
     return tf.data.Dataset.from_tensor_slices(arrays).batch(adapter._batch_size)
+
+
+def _arrays_of(adapter: Any) -> Any:
+    """The arrays of an adapter in the form that its own pipeline slices."""
+    arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
+    return keras.tree.lists_to_tuples(arrays)
 
 
 def shuffled_rows(adapter: Any) -> dict[str, Any] | None:
@@ -81,10 +86,9 @@ def shuffled_rows(adapter: Any) -> dict[str, Any] | None:
         return None
     wrapper = array_slicing.TensorflowSparseWrapper
     with tf.device("cpu:0"):
-        arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
         arrays = keras.tree.map_structure(
             lambda a: tf.convert_to_tensor(a) if isinstance(a, np.ndarray) else a,
-            keras.tree.lists_to_tuples(arrays),
+            _arrays_of(adapter),
         )
 
     def rows(indices: tf.Tensor) -> Any:

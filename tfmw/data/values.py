@@ -60,7 +60,7 @@ class SharedOrder:
     """Seeds and cycle lengths that all workers share, so that their examples have one order.
 
     Attributes:
-        seed: for shuffles without a seed.
+        seed: for shuffles without a seed; negative if each worker has an order of its own.
         group: the tasks that read the data.
         index_dir: keeps the indices of files of records; None makes them anew.
         cycle_lengths: the results of `cycle_length` and `cycle_length_of`.

@@ -250,13 +250,10 @@ class EpochIterator:
             # Other replicas began this pass.
             rest = self._pass_steps - batches // self._batches_per_step
             self._pass_end = skip + ((shard.steps or 0) if begins_anew else rest)
+        passes, self._passes, self._steps_in_pass = self._passes, self._passes + 1, skip
         if shard.has_all_passes:
-            self.iterator = self._iterate_from(self._passes * (shard.steps or 0) + batches)
-            self._passes += 1
-            self._steps_in_pass = skip
+            self.iterator = self._iterate_from(passes * (shard.steps or 0) + batches)
             return
-        self._passes += 1
-        self._steps_in_pass = skip
         self._reshuffles = shard.reshuffles
         # Pipelines of a function may differ between workers, but all must enter the all-gather. The
         # counting shard is that of all passes: the function has just created another one, to skip

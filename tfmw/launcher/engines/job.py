@@ -82,6 +82,7 @@ class Job(abc.ABC):
         """Identifier of the job for `tfmw.attach`, `tfmw logs` and `tfmw cancel`."""
         self.where = engine.where(number)
         """The engine's own number of the job, and its dashboard if it has one."""
+        self._number = number
         self._last, self._ask_at = "", 0.0
 
     # ---- the engine's part -----------------------------------------------------------------------

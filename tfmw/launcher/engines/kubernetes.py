@@ -186,7 +186,7 @@ class KubernetesJob(DistantJob):
 
     def __init__(self, engine: Kubernetes, number: str, api: Api, token: bytes) -> None:
         super().__init__(engine, number)
-        self._api, self._number, self._name = api, number, objects.name_of(number)
+        self._api, self._name = api, objects.name_of(number)
         self._files = folder_server.FolderClient(token, self._dial)
 
     def read(self, name: str, offset: int = 0) -> bytes:

@@ -171,15 +171,14 @@ class SlurmJob(FolderJob):
     """A job of Slurm, whose batch script runs its controller."""
 
     def _state(self) -> str:
-        number = self.id.partition(":")[2]
-        if (name := state_name(number)) is None:
+        if (name := state_name(self._number)) is None:
             return ""
         if (found := _STATES.get(name, "lost")) == "lost":
-            self.why = f"Slurm ended job {number}: {name}" if name else ""
+            self.why = f"Slurm ended job {self._number}: {name}" if name else ""
         return found
 
     def _kill(self) -> None:
-        _cancel(self.id.partition(":")[2])
+        _cancel(self._number)
 
 
 def _cancel(number: str) -> None:

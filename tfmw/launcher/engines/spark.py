@@ -82,7 +82,7 @@ class SparkJob(FolderJob):
         return "running" if self.thread.is_alive() else "lost"
 
     def _kill(self) -> None:
-        _context().cancelJobGroup(self.id.partition(":")[2])
+        _context().cancelJobGroup(self._number)
 
 
 @dataclasses.dataclass(eq=False)
