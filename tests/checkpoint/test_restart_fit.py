@@ -27,6 +27,7 @@ pytestmark = pytest.mark.process
 
 PROGRAM = str(PROGRAMS / "restart_fit.py")
 EPOCHS, STEPS = 3, 12
+HOLD_S = 120.0  # longest wait of a worker that a test is to kill
 # Words of TensorFlow's own collectives about a lost worker.
 OF_THE_GONE = "ring_alg|StartAbort"
 
@@ -113,19 +114,23 @@ def test_uninterrupted_run_has_each_example_once_per_epoch(undisturbed):
 
 def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tmp_path):
     def disturb(worker: int, step: int, attempt: int, pid: int) -> None:
-        written = [int(path.name[5:]) for path in (tmp_path / "backup").glob("step_" + "?" * 12)]
-        if (attempt, worker) == (0, 1) and step >= 7 and any(n % STEPS for n in written):
+        if (attempt, worker, step) == (0, 1, 8):  # where this worker holds
+            deadline = time.monotonic() + HOLD_S / 2
+            while not any((tmp_path / "backup").glob("step_" + "?" * 12)):
+                assert time.monotonic() < deadline, "no backup was written in eight steps"
+                time.sleep(0.02)
             kill(pid)
         if (attempt, worker) == (1, 0) and step >= 15:
             kill(pid)
 
     options = ["--max-restarts", "2", "--log-dir", str(tmp_path / "logs")]
     arguments = ["--collectives=grpc", "--backup_every=continuous"]
+    arguments += ["--die=1:step:8:hold", f"--hold={HOLD_S}"]
     done = train(tmp_path, disturb, *options, arguments=arguments)
     assert_same(done, undisturbed)
     assert done.restarts == 2
     restored = re.findall(r"restored step (\d+) from", done.output)
-    assert int(restored[0]) % STEPS
+    assert 0 < int(restored[0]) <= 8
     assert_only_in_logs("failed call to cuInit", done, tmp_path / "logs")
     assert not re.search(OF_THE_GONE, done.output)
     assert [worker["attempt"] for worker in done.workers] == [2, 2]

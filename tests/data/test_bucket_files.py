@@ -143,7 +143,7 @@ def test_only_the_indices_of_files_that_are_read_are_fetched(url, tmp_path, serv
     assert not [key for key in server.sent if "/index/" in key]
     assert data.read([1])[0] == expected[1]
     ((read, size),) = [(key, size) for key, size in server.sent.items() if "/index/" in key]
-    assert size == len(Bucket(url).read(read.partition("/")[2])[0]) == 128 + 3 * 16  # type: ignore[index]
+    assert size == len(Bucket(url).read(read.partition("/")[2])[0]) == 3 * 16  # type: ignore[index]
 
 
 def test_workers_divide_the_making_of_indices(url, tmp_path, server, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers.cases import every
+from tests.helpers.threads import in_threads
 from tfmw.compat import datasets
 from tfmw.compat.pipelines import Pipeline
 from tfmw.compat.shuffles import ShuffleSeeds
@@ -76,3 +78,23 @@ def test_the_generators_of_many_shuffles_are_found_without_a_warning(caplog):
     handles = [datasets.generator_of(datasets.small_shuffle((1, 2))) for _ in range(6)]
     assert {handle.dtype for handle in handles} == {tf.resource}
     assert "retracing" not in caplog.text
+
+
+def test_shuffles_built_by_several_threads_leave_tensorflow_s_seeds_alone() -> None:
+    others: list[list[int]] = []
+    source = tf.data.Dataset.range(LENGTH)
+
+    def build(rank: int) -> None:
+        for _ in range(20):
+            built = datasets.shuffled(source, BUFFER, [rank, 1], True)
+            others.append([*(Pipeline.of(built).seeds or ()), rank])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads alternate within each call
+    try:
+        assert in_threads(4, build) == [None] * 4
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(others) == 80
+    assert all(pair == [rank, 1] for *pair, rank in others)
+    assert Pipeline.of(source.shuffle(BUFFER)).seeds == [0, 0]

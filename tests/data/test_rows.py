@@ -524,6 +524,13 @@ def test_few_of_many_files_are_open_at_a_time(
     assert len(os.listdir("/proc/self/fd")) <= before + 2 * 4 + 1
 
 
+def test_a_file_without_records_has_an_index_too(tmp_path: Path) -> None:
+    (path := tmp_path / "empty.txt").touch()
+    for index_dir in (None, tmp_path / "index", tmp_path / "index"):  # made, made and kept, read
+        assert record_index.index_of(str(path), "text", index_dir).shape == (0, 2)
+    assert record_index.count_of(str(path), "text", str(tmp_path / "index")) == 0
+
+
 def test_parquet_files_are_open_while_they_are_decoded(tmp_path: Path) -> None:
     for number in range(40):
         table = pyarrow.table({"x": [number, number + 40]})

@@ -45,7 +45,7 @@ from tensorflow.python.framework import config as _tf_config
 from tensorflow.python.framework import none_tensor
 from tensorflow.python.ops import gen_dataset_ops, gen_experimental_dataset_ops
 
-from tfmw.compat.objects import overridden
+from tfmw.compat.objects import overridden, overridden_here
 
 train_validation_split = array_slicing.train_validation_split
 make_class_weight_map = _tf_dataset_adapter.make_class_weight_map_fn
@@ -206,10 +206,10 @@ def shuffled(
 ) -> tf.data.Dataset:
     """`source.shuffle` with a pair of seeds and a generator, which it has no arguments for."""
     pair = tuple(tf.convert_to_tensor(s, tf.int64) for s in seeds)
-    overrides: list[tuple[Any, str, Any]] = [(data_random_seed, "get_seed", lambda seed: pair)]
+    functions: list[tuple[Any, str, Any]] = [(data_random_seed, "get_seed", lambda seed: pair)]
     if generator is not None:
-        overrides.append((gen_dataset_ops, "dummy_seed_generator", lambda: generator))
-    with overridden(overrides):
+        functions.append((gen_dataset_ops, "dummy_seed_generator", lambda: generator))
+    with overridden_here(functions):
         return source.shuffle(buffer_size, reshuffle_each_iteration=reshuffle_each_iteration)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -54,6 +55,31 @@ def overridden(overrides: list[tuple[Any, str, Any]]) -> Iterator[None]:
                 vars(obj).pop(name, None)
             else:
                 vars(obj)[name] = value
+
+
+_of_modules = threading.RLock()  # held while functions of modules are overridden
+
+
+@contextlib.contextmanager
+def overridden_here(functions: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Overrides functions of modules, for this thread alone, within this context.
+
+    One thread at a time does: two would each restore what the other one has set, and the function
+    of one of them would stay for the whole process.
+    """
+    here = threading.get_ident()
+
+    def of_thread(function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Any:
+        def called(*args: Any, **named: Any) -> Any:
+            return (function if threading.get_ident() == here else elsewhere)(*args, **named)
+
+        return called
+
+    with (
+        _of_modules,
+        overridden([(m, name, of_thread(f, vars(m)[name])) for m, name, f in functions]),
+    ):
+        yield
 
 
 def contains(each: Any, objects: Iterable[Any]) -> bool:

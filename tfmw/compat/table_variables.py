@@ -27,7 +27,7 @@ from tensorflow.python.ops import resource_variable_ops as _resource_variables
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as VARIABLE_VALUE
 
 from tfmw.compat.models import native, set_native
-from tfmw.compat.objects import backend_module, overridden
+from tfmw.compat.objects import backend_module, overridden, overridden_here
 from tfmw.compat.parameter_servers import RemoteRows
 from tfmw.compat.row_updates import note_slots, slot_of_new
 
@@ -276,19 +276,18 @@ def initial_rows(initializer: Any, shape: list[int], dtype: tf.DType) -> Initial
 @contextlib.contextmanager
 def _drawing_rows(shape: list[int], start: int, stop: int) -> Iterator[None]:
     """Restricts a draw of this shape to some of its rows, on this thread, in this context."""
-    thread = threading.get_ident()
 
     def rows_only(name: str) -> Callable[..., tf.Tensor]:
         draw = getattr(_draws, name)
 
         def drawn(whole: Any, **options: Any) -> tf.Tensor:
-            if threading.get_ident() != thread or list(np.asarray(whole)) != shape:
+            if list(np.asarray(whole)) != shape:
                 return draw(whole, **options)
             return _draw_rows(draw, COUNTERS[name], shape, start, stop, options)
 
         return drawn
 
-    with overridden([(_draws, name, rows_only(name)) for name in COUNTERS]):
+    with overridden_here([(_draws, name, rows_only(name)) for name in COUNTERS]):
         yield
 
 

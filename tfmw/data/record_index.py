@@ -11,7 +11,6 @@ import array
 import ctypes
 import functools
 import hashlib
-import io
 import itertools
 import json
 import mmap
@@ -36,7 +35,9 @@ DIRECTORY = "record_index"
 
 _LARGE = 1 << 26  # bytes of files whose indexing takes a second or more
 _PIECE = 1 << 26  # bytes of a text that are processed together
-_HEADER, _ROW = 128, 16  # bytes of an index before its rows, and of a row
+# A file of rows without a header: `np.load` in several threads at once fails by chance. It parses
+# the header with syntax trees of Python, whose depth CPython 3.11 counts for all threads together.
+_SUFFIX, _TYPE, _ROW = ".index", np.dtype("<i8"), 16  # and the bytes of a row
 _DIGITS = 32  # of each digest in the name of an index; the first is that of the file's path
 
 # Format of tensorflow/core/lib/io/record_writer.h: uint64 length, uint32 checksum of it, the bytes,
@@ -106,25 +107,26 @@ def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
     if is_bucket(directory):
         bucket = Bucket(directory)
         if (found := bucket.read(name)) is not None:
-            return np.load(io.BytesIO(found[0]), allow_pickle=False)
-        content, index = io.BytesIO(), _made(path, kind)
-        np.save(content, index)
-        bucket.replace(name, content.getvalue(), None)
+            return np.frombuffer(found[0], _TYPE).reshape(-1, 2)
+        index = _made(path, kind)
+        bucket.replace(name, index.astype(_TYPE).tobytes(), None)
         return index
     whole = os.path.join(directory, name)
     if not os.path.exists(whole):
         os.makedirs(directory, exist_ok=True)
         with replacing(whole) as temporary:  # every worker writes it
-            np.save(temporary, _made(path, kind))
+            _made(path, kind).astype(_TYPE).tofile(temporary)
             flush(temporary)
-    return np.load(whole, mmap_mode="r", allow_pickle=False)
+    if not os.path.getsize(whole):  # which nothing can map
+        return np.empty((0, 2), _TYPE)
+    return np.memmap(whole, _TYPE, "r").reshape(-1, 2)
 
 
 def count_of(path: str, kind: str, index_dir: str | os.PathLike[str]) -> int:
     """The number of records of a file; an index that was made before is not read for it."""
     name = _name_of(path, kind, index_dir)
     known, size = _known(os.fspath(index_dir)).get(name[:_DIGITS], ("", 0))
-    return (size - _HEADER) // _ROW if known == name else len(index_of(path, kind, index_dir))
+    return size // _ROW if known == name else len(index_of(path, kind, index_dir))
 
 
 def _name_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> str:
@@ -144,7 +146,7 @@ def _name_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
             ) from error
         path, version = os.path.abspath(path), f"{facts.st_size} {facts.st_mtime_ns}"
     encoded = (t.encode(errors="surrogateescape") for t in (f"{path} {kind}", version))
-    name = "-".join(hashlib.sha256(text).hexdigest()[:_DIGITS] for text in encoded) + ".npy"
+    name = "-".join(hashlib.sha256(text).hexdigest()[:_DIGITS] for text in encoded) + _SUFFIX
     known = _known(os.fspath(index_dir)) if index_dir is not None and is_bucket(path) else {}
     if known.get(name[:_DIGITS], (name, 0))[0] != name:
         raise UsageError(
@@ -162,7 +164,7 @@ def _known(index_dir: str) -> dict[str, tuple[str, int]]:
     else:
         found = os.scandir(index_dir) if os.path.isdir(index_dir) else ()
         sizes = {entry.name: entry.stat().st_size for entry in found}
-    return {name[:_DIGITS]: (name, size) for name, size in sizes.items()}
+    return {name[:_DIGITS]: (name, size) for name, size in sizes.items() if name.endswith(_SUFFIX)}
 
 
 def _made(path: str, kind: str) -> np.ndarray:
