@@ -13,8 +13,7 @@ of the batch, so the replicas combine their values before the assignment:
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
@@ -26,7 +25,7 @@ from tfmw.compat.graph import descendants, is_symbolic, static_value
 from tfmw.compat.kept import ATTRIBUTE
 from tfmw.compat.memory import copies_of
 from tfmw.compat.models import native
-from tfmw.compat.objects import overridden
+from tfmw.compat.objects import overridden, overridden_here
 from tfmw.errors import UsageError
 
 if TYPE_CHECKING:
@@ -323,12 +322,10 @@ HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
 """Methods and their replacements; see `step_hooks`."""
 
 
-@contextlib.contextmanager
-def refusing_others() -> Iterator[None]:
+def refusing_others() -> contextlib.AbstractContextManager[None]:
     """Refuses a step's assignments to variables other than tfmw's own, which a worker's are."""
 
     def refusing(method: Any) -> Any:
-        @functools.wraps(method)
         def assign(copy: Any, *arguments: Any, **named: Any) -> Any:
             if tf.inside_function() and ATTRIBUTE not in vars(copy):
                 _refuse_other(copy)
@@ -336,11 +333,4 @@ def refusing_others() -> Iterator[None]:
 
         return assign
 
-    methods = [(cls, name, vars(cls)[name]) for cls, name, _ in HOOKS]
-    for cls, name, method in methods:
-        setattr(cls, name, refusing(method))
-    try:
-        yield
-    finally:
-        for cls, name, method in methods:
-            setattr(cls, name, method)
+    return overridden_here([(cls, name, refusing(vars(cls)[name])) for cls, name, _ in HOOKS])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -57,12 +58,12 @@ def overridden(overrides: list[tuple[Any, str, Any]]) -> Iterator[None]:
                 vars(obj)[name] = value
 
 
-_of_modules = threading.RLock()  # held while functions of modules are overridden
+_overriding = threading.RLock()
 
 
 @contextlib.contextmanager
 def overridden_here(functions: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Overrides functions of modules, for this thread alone, within this context.
+    """Overrides functions of modules and classes, for this thread alone, within this context.
 
     One thread at a time does: two would each restore what the other one has set, and the function
     of one of them would stay for the whole process.
@@ -70,16 +71,21 @@ def overridden_here(functions: list[tuple[Any, str, Callable[..., Any]]]) -> Ite
     here = threading.get_ident()
 
     def of_thread(function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Any:
+        @functools.wraps(elsewhere)
         def called(*args: Any, **named: Any) -> Any:
             return (function if threading.get_ident() == here else elsewhere)(*args, **named)
 
         return called
 
-    with (
-        _of_modules,
-        overridden([(m, name, of_thread(f, vars(m)[name])) for m, name, f in functions]),
-    ):
-        yield
+    with _overriding:
+        before = [(owner, name, vars(owner)[name]) for owner, name, _ in functions]
+        for owner, name, function in functions:
+            setattr(owner, name, of_thread(function, vars(owner)[name]))
+        try:
+            yield
+        finally:
+            for owner, name, function in before:
+                setattr(owner, name, function)
 
 
 def contains(each: Any, objects: Iterable[Any]) -> bool:
