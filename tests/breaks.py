@@ -91,6 +91,9 @@ def _pytest(tree: Path, tests: Iterable[str], log: Path) -> int:
 def main() -> int:
     """Runs all breaks, or those that the command line names; the exit status."""
     chosen = [each for each in breaks() if all(word in each.promise for word in sys.argv[1:])]
+    if not chosen:
+        print(f"No promise in tests/breaks.toml has the words {' '.join(sys.argv[1:])}.")
+        return 2
     for name in ("tensorflow", "keras"):  # once, not for each break
         importlib.import_module(name)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
