@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
@@ -23,6 +24,19 @@ def pytest_report_header() -> str | None:
     """Command that runs the same part of the tests again."""
     parts = os.environ.get(part.PART)
     return parts and f"every test in {parts}: {part.PART}={parts} {part.SEED}={part.seed()}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keeps the collector from walking, again and again, through what imports have made.
+
+    That was a fifth of the time of the imports, and a twelfth of that of tests in this process.
+    """
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 # Files that take a minute or more, the longest first: with several files at a time, none of them is
