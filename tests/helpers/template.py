@@ -32,7 +32,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tfmw.launcher import fork_server
+
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+_CLONE_NEWNET = 0x40000000  # setns(2)
 
 
 class Template:
@@ -50,11 +53,17 @@ class Template:
                 pass_fds=[remote.fileno()],
             )
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], cwd: str) -> Run:
-        """Starts `tfmw ...`, `python -c CODE ...` or `python FILE ...`."""
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: str, network: str = ""
+    ) -> Run:
+        """Starts `tfmw ...`, `python -c CODE ...` or `python FILE ...`.
+
+        Args:
+            network: path of the network namespace that it runs in; "" for that of this process.
+        """
         read, write = os.pipe()
         ours, theirs = socket.socketpair()
-        request = {"command": list(command), "env": dict(env), "cwd": cwd}
+        request = {"command": list(command), "env": dict(env), "cwd": cwd, "network": network}
         with tempfile.TemporaryFile() as file, theirs:
             file.write(json.dumps(request).encode())
             file.seek(0)
@@ -158,9 +167,14 @@ def _children() -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def _launch(output: int, command: list[str], env: dict[str, str], cwd: str) -> None:
+def _launch(
+    output: int, command: list[str], env: dict[str, str], cwd: str, network: str
+) -> NoReturn:
     """Runs the command."""
     os.setsid()
+    if network:
+        with open(network) as namespace:
+            assert not ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET), network
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.close(output)
@@ -171,6 +185,22 @@ def _launch(output: int, command: list[str], env: dict[str, str], cwd: str) -> N
     program, *arguments = command
     if program == "tfmw":
         _tfmw(arguments)
+    try:
+        _python(arguments)
+        status: Any = 0
+    except SystemExit as leaving:
+        status = leaving.code or 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    # Without freeing the imports, which takes more than half a second.
+    fork_server.end_task(status)
+
+
+def _python(arguments: list[str]) -> None:
     sys.argv = arguments
     if arguments[0] == "-c":
         code = arguments.pop(1)
@@ -180,12 +210,10 @@ def _launch(output: int, command: list[str], env: dict[str, str], cwd: str) -> N
     else:
         sys.path.insert(0, os.path.dirname(arguments[0]))
         runpy.run_path(arguments[0], run_name="__main__")
-    sys.exit()
 
 
 def _tfmw(command: list[str]) -> NoReturn:
     from tfmw.cli import main as cli
-    from tfmw.launcher import fork_server
 
     prepared: tuple[int, socket.socket] | None = _prepared_fork_server()
 
@@ -278,8 +306,7 @@ class _Forked:
 if __name__ == "__main__":
     import gc
 
-    from tfmw.launcher.fork_server import _import_everything
-
-    _import_everything()
+    fork_server._import_everything()
     gc.freeze()
+    fork_server._imported.update(sys.modules)
     serve(socket.socket(fileno=int(sys.argv[1])))
