@@ -8,6 +8,7 @@ A plain function, so that a module-scoped fixture can call it; `run_cluster` is 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -163,10 +164,15 @@ def _run(
     return status, printed
 
 
+def forked(*command: str, env: Mapping[str, str] | None = None, network: str = "") -> Run:
+    """`tfmw ...`, started as `run_cluster` does, in a network namespace if one is given."""
+    return _template().start(["tfmw", *command], _environment(env or {}), os.getcwd(), network)
+
+
 @contextlib.contextmanager
 def forked_command(*command: str, env: Mapping[str, str] | None = None) -> Iterator[Run]:
     """`tfmw ...`, started as `run_cluster` does; the caller reads its lines, and waits for it."""
-    run = _template().start(["tfmw", *command], _environment(env or {}), os.getcwd())
+    run = forked(*command, env=env)
     try:
         yield run
     except BaseException:
@@ -186,7 +192,9 @@ def _template() -> Template:
 @functools.cache
 def _only_template() -> Template:
     """Template of this process, with the launcher's settings for a fork server."""
-    return Template(task_environment(_environment({}), terminal=False))
+    template = Template(task_environment(_environment({}), terminal=False))
+    atexit.register(template.close)
+    return template
 
 
 def _environment(added: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -27,7 +28,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked
+from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, forked, marked
+from tests.helpers.template import Run
 from tfmw.cluster.sockets import reserved_ports
 from tfmw.storage.bucket import Bucket
 from tfmw.storage.leased_object import DirectoryObjects
@@ -50,6 +52,10 @@ class Loopback:
     def command(self, host: int) -> list[str]:
         """Prefix of a command that is to run on a host."""
         return []
+
+    def namespace(self, host: int) -> str:
+        """Path of the network namespace of a host; "" if it has none."""
+        return ""
 
     def cut(self, hosts: Hosts, host: int) -> None:
         """Stops a host's processes."""
@@ -133,7 +139,11 @@ class Namespaces:
 
     def command(self, host: int) -> list[str]:
         """Prefix of a command for a host; not `ip netns exec`, which hides /sys/fs/cgroup."""
-        return ["nsenter", f"--net=/var/run/netns/tfmwh{host}"]
+        return ["nsenter", f"--net={self.namespace(host)}"]
+
+    def namespace(self, host: int) -> str:
+        """Path of the network namespace of a host."""
+        return f"/var/run/netns/tfmwh{host}"
 
     def cut(self, hosts: Hosts | None, host: int) -> None:
         """Takes a host's cable out: not a word comes through any more."""
@@ -160,6 +170,8 @@ class Hosts:
         env: added to the environment.
         first: starts, and leads, before the others start; None: all start at once.
         bucket: URL of the lock and the record; "" for `lock`.
+        forked: supervisors are forked from a process that has imported TensorFlow. The tests then
+            end the tasks that outlive a supervisor, so no test may kill one.
     """
 
     def __init__(
@@ -172,8 +184,10 @@ class Hosts:
         env: dict[str, str] | None = None,
         first: int | None = None,
         bucket: str = "",
+        forked: bool = False,
     ) -> None:
         self._first = first
+        self._forked = forked
         self._bucket = bucket
         self.folder = folder
         self.lock = folder / "backup" / "supervisors"
@@ -197,11 +211,11 @@ class Hosts:
             **(env or {}),
             MARK: self._mark,
         }
-        self.processes: list[subprocess.Popen[str] | None] = [None] * count
+        self.processes: list[subprocess.Popen[str] | Forked | None] = [None] * count
         self.lines: list[list[str]] = [[] for _ in range(count)]
         self.times: list[list[float]] = [[] for _ in range(count)]
         self._seen = [0] * count
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[subprocess.Popen[str] | Forked] = []
         self._news = threading.Condition()
         self._readers: list[threading.Thread] = []
 
@@ -228,32 +242,41 @@ class Hosts:
 
     def command(self, host: int) -> list[str]:
         """The command of a host's supervisor."""
-        run = [sys.executable, "-m", "tfmw", "run", "--host-index", str(host)]
-        return [*run, *self._command, *self._program]
+        return [sys.executable, "-m", "tfmw", *self._arguments(host)]
+
+    def _arguments(self, host: int) -> list[str]:
+        return ["run", "--host-index", str(host), *self._command, *self._program]
 
     def start(self, host: int, **env: str) -> None:
         """Starts a host's supervisor."""
-        process = subprocess.Popen(
-            [*self.cables.command(host), *self.command(host)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**self._env, **env},
-        )
+        environ = {**self._env, **env}
+        process: subprocess.Popen[str] | Forked
+        if self._forked:
+            namespace = self.cables.namespace(host)
+            process = Forked(forked(*self._arguments(host), env=environ, network=namespace))
+        else:
+            process = subprocess.Popen(
+                [*self.cables.command(host), *self.command(host)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environ,
+            )
         self.processes[host] = process
         self._started.append(process)
         reader = threading.Thread(target=self._read, args=(host, process))
         reader.start()
         self._readers.append(reader)
 
-    def _read(self, host: int, process: subprocess.Popen[str]) -> None:
+    def _read(self, host: int, process: subprocess.Popen[str] | Forked) -> None:
         assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                with self._news:
-                    self.lines[host].append(line.rstrip("\n"))
-                    self.times[host].append(time.monotonic())
-                    self._news.notify_all()
+        for line in process.stdout:
+            with self._news:
+                self.lines[host].append(line.rstrip("\n"))
+                self.times[host].append(time.monotonic())
+                self._news.notify_all()
+        if isinstance(process, subprocess.Popen):
+            process.stdout.close()
         with self._news:
             self.lines[host].append("")
             self.times[host].append(time.monotonic())
@@ -398,6 +421,34 @@ class Hosts:
         return "\n".join(
             f"---- host {host}\n" + "\n".join(lines[-60:]) for host, lines in enumerate(self.lines)
         )
+
+
+class Forked:
+    """A forked supervisor, with what is asked of a `Popen` here."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._ended: int | None = None
+        self._handle = os.pidfd_open(run.pid)
+        self.pid = run.pid
+        self.stdout = run.lines()
+
+    def send_signal(self, number: int) -> None:
+        if self._ended is None:
+            signal.pidfd_send_signal(self._handle, number)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._ended is None:
+            if not select.select([self._handle], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("tfmw", timeout or 0.0)
+            self._ended, left = self._run.wait()
+            os.close(self._handle)
+            assert self._ended < 0 or not left, f"processes survive the run: {left}"
+        return self._ended
 
 
 def _descendants(pid: int) -> list[int]:

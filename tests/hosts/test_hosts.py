@@ -6,7 +6,6 @@ The hosts are addresses of loopback or, where a link is cut, network namespaces.
 from __future__ import annotations
 
 import csv
-import functools
 import os
 import re
 import signal
@@ -86,10 +85,15 @@ def test_hosts_come_and_go(cables, bucket, tmp_path):
     env = {"TFMW_TOKEN": TOKEN}
     # Host 0 leads, unless the others start late: then the chief, its worker, moves with the lead.
     place = f"{bucket}/supervisors" if bucket else ""
-    fit = functools.partial(
-        Hosts, program="hosts_fit.py", flags=flags, env=env, first=0, bucket=place
-    )
-    with fit(tmp_path, cables, *options) as h:
+    with Hosts(
+        *(tmp_path, cables, *options),
+        program="hosts_fit.py",
+        flags=flags,
+        env=env,
+        first=0,
+        bucket=place,
+        forked=not ALL,
+    ) as h:
         h.steps(0, count=9)  # an epoch is logged after the last backup
         leader = h.leader()
         if ALL:  # a host dies, and comes back
