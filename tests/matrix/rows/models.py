@@ -104,7 +104,8 @@ def unbuilt() -> Case:
 def continued() -> Case:
     model = compiled(mlp(), adam())
     keras.Model.fit.__wrapped__(model, classes(), verbose=0)  # also in a cluster, which refuses fit
-    return Case(model, classes(), fit={"initial_epoch": 1, "epochs": 3})
+    fit = {"initial_epoch": 1, "epochs": 3}
+    return Case(model, classes(), fit=fit, evaluate=None, predict=None)
 
 
 @row("small CNN", nightly=True)

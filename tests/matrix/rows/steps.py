@@ -101,7 +101,7 @@ class ListOfLosses(LossObject):
 def list_of_losses() -> Case:
     model = ListOfLosses()
     model.compile(adam())
-    return Case(model, classes(), predict=None)
+    return Case(model, classes(), evaluate=None, predict=None)
 
 
 class HandWritten(_Net):
