@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.helpers.cluster import ONE_THREAD, ROOT
+from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
 
 pytestmark = pytest.mark.process  # each test imports TensorFlow in a process of its own
 
@@ -30,7 +30,7 @@ def said(**chosen: str) -> str:
     env["TF_ENABLE_ONEDNN_OPTS"] = "0"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env={**env, **ONE_THREAD, "PYTHONPATH": str(ROOT), **chosen},
+        env={**env, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, **chosen},
         capture_output=True,
         text=True,
         timeout=100,
