@@ -43,7 +43,7 @@ ONE_THREAD = {
 }
 
 # Variables that have no effect in a process whose imports are done.
-READ_AT_IMPORT = ("CUDA_", "KERAS_", "LD_", "OMP_", "PYTHON", "TF_", "XLA_")
+READ_AT_IMPORT = ("KERAS_", "LD_", "OMP_", "PYTHON", "TF_", "XLA_")
 
 
 class ClusterRun(list[dict[str, Any]]):
