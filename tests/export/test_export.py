@@ -16,12 +16,12 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tests.helpers.cluster import PROGRAMS, run_cluster, run_command
+from tests.helpers.cluster import LEAN, PROGRAMS, run_cluster, run_command
 from tfmw import Cluster, UsageError
 from tfmw.train.saved_model import MANIFEST, check_path, export
 from tfmw.train.saved_model import verify_export as verify
 
-ENVIRON = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+ENVIRON = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(LEAN)}
 
 A = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 B = [[0.5, 1.0], [1.5, 2.0]]

@@ -31,7 +31,8 @@ from tfmw.launcher.environment import task_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests/programs"
-PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers/lean'}"
+LEAN = ROOT / "tests/helpers/lean"
+PYTHONPATH = f"{ROOT}{os.pathsep}{LEAN}"
 
 MARK = "TFMW_TEST_RUN"  # in the environment of every process of a run, children's children too
 

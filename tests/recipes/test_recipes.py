@@ -27,7 +27,7 @@ import tfmw
 from tests.helpers.buckets import NIGHTLY, opened
 from tests.helpers.by_hand import free_addresses
 from tests.helpers.cases import cases
-from tests.helpers.cluster import ONE_THREAD, ROOT, run_cluster, run_command
+from tests.helpers.cluster import LEAN, ONE_THREAD, ROOT, run_cluster, run_command
 from tfmw import Cluster, UsageError
 from tfmw.train.saved_model import verify_export as verify
 
@@ -113,7 +113,7 @@ def test_make_demo(environ, tmp_path):
         ["make", "--old-file=.venv/.installed", "demo", f"BIN={Path(sys.executable).parent}"],
         cwd=tmp_path,
         # It installs no matplotlib, which Keras would import.
-        env={**environ, "PYTHONPATH": f"{tmp_path}:{ROOT}/tests/helpers/lean"},
+        env={**environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{LEAN}"},
         capture_output=True,
         text=True,
         timeout=180,
