@@ -1,6 +1,6 @@
 """Loops of one's own: `on_batch.py devices|workers|differences`.
 
-Each loop runs with Keras's methods in the chief, and with tfmw's on two replicas. With
+Each loop runs with Keras's methods in one process, and with tfmw's on two replicas. With
 "differences" workers pass other batches than each other, or change weights on one of them only.
 """
 
@@ -237,7 +237,7 @@ result: dict[str, Any] = {}
 for name in sys.argv[2:]:
     loop = LOOPS[name]
     keras.utils.set_random_seed(7)
-    expected = loop(KERAS) if tfmw.Cluster.resolve().is_chief else None
+    expected = loop(KERAS)
     keras.utils.set_random_seed(7)
     result[name] = [expected, loop(TFMW)]
 keras.utils.set_random_seed(7)
