@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly updates flaky breaks test-oldest test-nightly test-keras bench package lint type docs diagrams notebooks clean
+.PHONY: help demo test pytest nightly updates flaky breaks test-oldest test-nightly test-keras bench package lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -62,8 +62,12 @@ JOBS ?= 2
 
 PYTEST = $(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
+# The site is built beside the first tests: it keeps one core busy for a minute and a half.
 test: $(DEV)
-	@$(MAKE) --no-print-directory --jobs $(JOBS) lint type docs
+	@$(MAKE) --no-print-directory --jobs $(JOBS) lint type
+	@$(MAKE) --no-print-directory --jobs 2 docs pytest
+
+pytest: $(DEV)
 	@$(PYTEST) -m "not nightly"
 
 # More cases of the kinds that make test has, what takes long, and the real Slurm, Spark and Ray. All of
