@@ -49,7 +49,16 @@ def test_host_index_and_parameter_servers() -> None:
 @pytest.mark.parametrize(
     ("args", "environ", "message"),
     [
-        (["--hosts", "h0,h1"], {}, "pass --host-index"),
+        (
+            ["--hosts", "198.51.100.1,198.51.100.2"],
+            {},
+            "address of this machine; pass --host-index",
+        ),
+        (
+            ["--hosts", "198.51.100.1,h1.invalid"],
+            {},
+            "no address is known here for h1.invalid; pass",
+        ),
         (["--hosts", "h0,h1", "--host-index", "2"], {}, "numbers this process 2 of 2"),
         (["--hosts", HOSTS, "--workers", "2"], {}, "leave one of the two out"),
         (["--hosts", HOSTS, "--max-restarts", "2"], {}, "add --rendezvous dir:"),

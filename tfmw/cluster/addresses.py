@@ -87,12 +87,7 @@ def is_global(address: str) -> bool:
 
 def is_of_this_machine(address: str) -> bool:
     """Whether the host is an address of this machine."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, endpoint in found:
+    for family, kind, protocol, _, endpoint in _found(address):
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.bind(endpoint)
@@ -100,6 +95,15 @@ def is_of_this_machine(address: str) -> bool:
         except OSError:
             continue
     return False
+
+
+def _found(address: str) -> list[Any]:
+    """The results of getaddrinfo for the host; none if its name is unknown here."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
 
 
 def local_index(addresses: Sequence[str]) -> int:
@@ -111,9 +115,11 @@ def local_index(addresses: Sequence[str]) -> int:
     local = [i for i, address in enumerate(addresses) if is_of_this_machine(address)]
     if len(local) != 1:
         count = "none of them is" if not local else f"{len(local)} of them are"
+        unknown = [split(address)[0] for address in addresses if not _found(address)]
+        names = f", and no address is known here for {', '.join(unknown)}" if unknown else ""
         raise ClusterError(
             f"cannot find this machine in --hosts {','.join(addresses)}: "
-            f"{count} an address of this machine; pass --host-index, from 0."
+            f"{count} an address of this machine{names}; pass --host-index, from 0."
         )
     return local[0]
 
