@@ -40,6 +40,13 @@ def test_version():
     assert (done.returncode, done.stdout) == (0, f"tfmw {tfmw_package.__version__}\n")
 
 
+def test_a_path_that_is_not_there_is_named_without_tensorflow(tmp_path):
+    """TensorFlow prints notices when it is imported, which takes seconds."""
+    done = tfmw("check", str(tmp_path / "gone"))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith(f"not found: {tmp_path / 'gone'}")
+
+
 def test_report_progress_in_a_custom_loop(tmp_path):
     """The loop imports no TensorFlow."""
     from tfmw.launcher.process import TaskFiles

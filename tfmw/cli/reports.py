@@ -85,13 +85,15 @@ def problems_of(path: str) -> list[str]:
         path: a value of `backup_dir=` or `export_dir=`.
     """
     from tfmw.storage.bucket import is_bucket
-    from tfmw.train.checkpoint import store
+
+    if not is_bucket(path) and not os.path.isdir(path):
+        return [f"not found: {path}: expected a backup_dir or an export_dir."]
+
+    from tfmw.train.checkpoint import store  # with TensorFlow, which takes seconds and prints
     from tfmw.train.saved_model import MANIFEST, verify_export
 
     if is_bucket(path):
         return store.verify(path)
-    if not os.path.isdir(path):
-        return [f"not found: {path}: expected a backup_dir or an export_dir."]
     names = os.listdir(path)
     if MANIFEST in names or "saved_model.pb" in names:
         return [f"damaged: {problem}" for problem in verify_export(path)]
