@@ -13,7 +13,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV   := $(VENV)/.installed-dev
-# make docs alone installs what the site needs; the tests need more, which includes it.
+# The site alone (make docs) needs less than the tests, whose packages include it.
 DOCS  := $(if $(wildcard $(DEV)),$(DEV),$(VENV)/.installed-docs)
 
 # The first Python that TensorFlow has wheels for; `make PYTHON=/path/to/python` overrides it.

@@ -70,9 +70,12 @@ def main() -> None:
     options = parser.parse_args()
     name, failed = commit(), []
     all_figures: dict[str, list[Figure]] = {}
-    for title, measure in _parts(options.rounds, time.monotonic() + 60 * options.minutes):
-        if options.only not in title:
-            continue
+    parts = _parts(options.rounds, time.monotonic() + 60 * options.minutes)
+    chosen = [part for part in parts if options.only in part.title]
+    if not chosen:
+        titles = "; ".join(part.title for part in parts)
+        parser.error(f"no title has {options.only!r} in it: the titles are {titles}")
+    for title, measure in chosen:
         began = time.monotonic()
         try:
             for figures, tables in measure():

@@ -69,6 +69,10 @@ CASES = {
         lambda: tfmw.fit(compiled_model(), batches(), np.ones([8, 1])),
         r"y was passed beside a dataset",
     ),
+    "epochs as text": (
+        lambda: tfmw.fit(compiled_model(), batches(), epochs="5"),  # type: ignore[arg-type]
+        r"received epochs='5': expected an integer, such as 5",
+    ),
     "an unknown strategy": (
         lambda: tfmw.fit(compiled_model(), batches(), strategy="horovod"),
         r"unknown strategy 'horovod': expected one of 'auto'",

@@ -232,6 +232,8 @@ def test_wrong_arguments_are_refused_before_any_process_starts(options, said):
 def test_an_unknown_argument_is_an_error_as_in_keras():
     with pytest.raises(TypeError, match="unexpected keyword argument 'sync_evry'"):
         tfmw.fit(made("sgd", norm=False), X, Y, sync_evry=2)
+    with pytest.raises(TypeError, match=r"'epoch'\. Did you mean 'epochs'\?"):
+        tfmw.fit(made("sgd", norm=False), X, Y, epoch=2)
 
 
 def test_synchronized_norms_are_refused():

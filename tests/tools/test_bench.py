@@ -10,6 +10,7 @@ import pytest
 
 from bench import __main__ as bench
 from bench import figures, steps
+from tests import breaks
 from tests.helpers.cluster import PROGRAMS, tfmw_command
 from tfmw.cli.bench import PARTS, ROUND_S, Cost, beside_keras, load, report
 from tfmw.errors import UsageError
@@ -167,6 +168,19 @@ def test_a_file_that_trains_as_it_is_imported_is_told_where_to(tmp_path):
     )
     with pytest.raises(UsageError, match=r"cannot be imported: no fit here\. .* below if __name__"):
         load(f"{tmp_path}/trains_at_once.py:make")
+
+
+def test_a_word_of_no_title_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench", "--only", "a stop"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "no title has 'a stop' in it" in capsys.readouterr().err
+
+
+def test_a_word_of_no_promise_runs_no_test(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["breaks", "goodputt"])
+    assert breaks.main() == 2
+    assert "No promise in tests/breaks.toml has the words goodputt." in capsys.readouterr().out
 
 
 def test_pages_have_the_tables_of_the_file_of_results():

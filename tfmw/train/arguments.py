@@ -69,6 +69,8 @@ class FitArguments:
         require_choice("gradient_compression", self.gradient_compression, compressions)
         require_choice("precision", self.precision, (None, "float32", *PRECISIONS))
         require_choice("shard_optimizer", self.shard_optimizer, (True, False, "auto"))
+        if not hasattr(self.epochs, "__index__"):
+            raise UsageError(f"received epochs={self.epochs!r}: expected an integer, such as 5.")
 
     def within_limits(self) -> FitArguments:
         """These arguments with at most the epochs and steps that `keras.config` allows."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import os
 import warnings
@@ -163,7 +164,9 @@ def fit(
 def _refuse_unknown(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in ("ps", "evaluator"):
-            raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
+            similar = difflib.get_close_matches(name, FitArguments.__dataclass_fields__, 1)
+            meant = f". Did you mean {similar[0]!r}?" if similar else ""
+            raise TypeError(f"fit() got an unexpected keyword argument {name!r}{meant}")
         raise UsageError(
             f"fit starts workers only, received {name}={value!r}: submit a function that calls "
             f"fit, as in tfmw.submit(train, workers=2, {name}={value!r}, on='ray')."
