@@ -190,6 +190,17 @@ def test_firewall_that_opens_only_the_ports_of_the_cluster(checks, addresses):
         assert "will take TensorFlow's gRPC" in note
 
 
+def test_another_token(checks, addresses):
+    for index in range(2):
+        env = {"TFMW_TOKEN": f"secret {index}"}
+        checks.begin(index, addresses[:2], "--timeout", "10", env=env)
+    ends = checks.end()
+    assert [status for status, _ in ends] == [1, 1]
+    # The task that ends first has reached the other, which may find nobody in the end.
+    said = "(the other side does not know this training's TFMW_TOKEN): set the same value of it"
+    assert any(said in line for _, lines in ends for line in bad(lines))
+
+
 def test_unknown_host_name(checks, addresses):
     for index in range(2):
         checks.begin(index, [*addresses[:2], "no-such-host.invalid:1"], "--timeout", "5")

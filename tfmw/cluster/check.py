@@ -182,6 +182,8 @@ def _unreached(name: str, address: str, problem: str, timeout_s: float) -> str:
         )
     if "no tfmw check" in problem:
         return start + "stop the process that holds that port, or give the task another one"
+    if "TFMW_TOKEN" in problem:
+        return start + "set the same value of it for all tasks"
     return start + (
         "is the machine up, is the address right, and does its firewall let this machine through?"
     )
