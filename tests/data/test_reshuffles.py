@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.data.util import random_seed as data_random_seed
 
 from tests.helpers.cases import every
 from tests.helpers.threads import in_threads
@@ -83,7 +84,7 @@ def test_the_generators_of_many_shuffles_are_found_without_a_warning(caplog):
 def test_shuffles_built_by_several_threads_leave_tensorflow_s_seeds_alone() -> None:
     others: list[list[int]] = []
     source = tf.data.Dataset.range(LENGTH)
-    of_tensorflow = datasets.data_random_seed.get_seed
+    of_tensorflow = data_random_seed.get_seed
 
     def build(rank: int) -> None:
         for _ in range(20):
@@ -98,5 +99,5 @@ def test_shuffles_built_by_several_threads_leave_tensorflow_s_seeds_alone() -> N
         sys.setswitchinterval(interval)
     assert len(others) == 80
     assert all(pair == [rank, 1] for *pair, rank in others)
-    assert datasets.data_random_seed.get_seed is of_tensorflow
+    assert data_random_seed.get_seed is of_tensorflow
     assert Pipeline.of(source.shuffle(BUFFER)).seeds == [0, 0]
