@@ -123,6 +123,13 @@ def odd_gradient() -> Case:
     return _wide(1825)
 
 
+@row("layers of two dtypes", only=("devices", "two"))
+def two_dtypes() -> Case:
+    layers = [keras.layers.Dense(8, "tanh", dtype="float64"), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.layers.Input([5]), *layers])
+    return Case(compiled(model, "sgd"), classes(), predict=None)
+
+
 @row("precision mixed_bfloat16", nightly=True, tol=2e-2, only=("devices", "two"))
 def precision_bfloat16() -> Case:
     return Case(compiled(mlp(), adam()), classes(), ours={"precision": "mixed_bfloat16"})
