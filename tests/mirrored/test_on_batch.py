@@ -27,7 +27,9 @@ def tasks(request: pytest.FixtureRequest, run_cluster: Any) -> list[dict[str, An
     """Result of each task of two replicas."""
     workers = 2 if request.param == "workers" else 1
     loops = sorted(set(chosen(request, "test_a_loop_has_the_numbers_of_one_process", "loop")))
-    run = run_cluster("on_batch.py", request.param, *loops, workers=workers)
+    # Else the methods of Keras that the loops run beside would be those of tfmw, too.
+    options = ["--keras", "off"]
+    run = run_cluster("on_batch.py", request.param, *loops, workers=workers, options=options)
     assert run.status == 0, run.output
     return list(run)
 
