@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmw
-from tests.programs import _result
+from tests.programs import _of_keras, _result
 from tfmw.tables import hashing
 from tfmw.train.parameter_server.coordinator import PsDriver
 
@@ -117,7 +117,7 @@ def train(name, strategy):
     data = tf.data.Dataset.from_tensor_slices((ids, labels, weights[name]))
     how: dict[str, Any] = {"epochs": EPOCHS, "steps_per_epoch": STEPS, "verbose": 0}
     history = tfmw.fit(model, data, strategy=strategy, shuffle=False, **how)
-    stock = keras.Model.fit.__wrapped__(alone[name], data, **how)
+    stock = _of_keras.fit(alone[name], data, **how)
     ours, other = (each.get_layer("table") for each in (model, alone[name]))
     ids = ids[-1]
     return model, {
@@ -139,9 +139,12 @@ def lookups(model, stock, ids):
     found = {
         "predicted": tfmw.predict(model, ids, verbose=0).tolist(),
         "off_by": float(
-            np.abs(model.predict(ids, verbose=0) - stock.predict(ids, verbose=0)).max()
+            np.abs(model.predict(ids, verbose=0) - _of_keras.predict(stock, ids, verbose=0)).max()
         ),
-        "evaluated": [tfmw.evaluate(model, batch, verbose=0), stock.evaluate(batch, verbose=0)],
+        "evaluated": [
+            tfmw.evaluate(model, batch, verbose=0),
+            _of_keras.evaluate(stock, batch, verbose=0),
+        ],
         "ids": ids.tolist(),
     }
     if options.export:

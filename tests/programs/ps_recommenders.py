@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.helpers.ratings import GENRES, ratings
-from tests.programs import _result
+from tests.programs import _of_keras, _result
 from tfmw.tables.table import is_table, tables_among
 
 parser = argparse.ArgumentParser()
@@ -181,14 +181,15 @@ for name, (make, optimizer, batches) in CASES.items():
     }
     if alone:
         keras_s = ordinary[name]
-        keras.Model.fit.__wrapped__(keras_s, train, **fit)
+        _of_keras.fit(keras_s, train, **fit)
         found[name] |= {
             "off_by": off_by(model.weights, keras_s.weights),
             "slots_off_by": off_by(model.optimizer.variables, keras_s.optimizer.variables),
-            "evaluated_by_keras": keras_s.evaluate(test, verbose=0),
+            "evaluated_by_keras": _of_keras.evaluate(keras_s, test, verbose=0),
             "predicted_off_by": float(
                 np.abs(
-                    tfmw.predict(model, test, verbose=0) - keras_s.predict(test, verbose=0)
+                    tfmw.predict(model, test, verbose=0)
+                    - _of_keras.predict(keras_s, test, verbose=0)
                 ).max()
             ),
         }

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmw
-from tests.programs import _result
+from tests.programs import _of_keras, _result
 from tfmw.tables.table import refuse_tables
 
 parser = argparse.ArgumentParser()
@@ -94,7 +94,7 @@ for name, (ids, make_optimizer) in chosen.items():
     before = model.get_layer("table").embeddings.numpy()
     begun = bool((before == alone.get_layer("table").embeddings.numpy()).all())
     tfmw.fit(model, dataset(ids), steps_per_epoch=5, verbose=0, strategy=strategy)
-    keras.Model.fit.__wrapped__(alone, dataset(ids), steps_per_epoch=5, verbose=0)
+    _of_keras.fit(alone, dataset(ids), steps_per_epoch=5, verbose=0)
     after = model.get_layer("table").embeddings.numpy()
     changed = np.flatnonzero((before != after).any(axis=1))
     results[name] = {
@@ -110,9 +110,9 @@ for name, (ids, make_optimizer) in chosen.items():
 # The last model, on the coordinator: its lookups fetch rows.
 results["coordinator"] = {
     "evaluated": tfmw.evaluate(model, dataset(ids).take(2), verbose=0),
-    "evaluated_alone": alone.evaluate(dataset(ids).take(2), verbose=0),
+    "evaluated_alone": _of_keras.evaluate(alone, dataset(ids).take(2), verbose=0),
     "predicted_off_by": float(
-        np.abs(tfmw.predict(model, ids, verbose=0) - alone.predict(ids, verbose=0)).max()
+        np.abs(tfmw.predict(model, ids, verbose=0) - _of_keras.predict(alone, ids, verbose=0)).max()
     ),
 }
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmw
-from tests.programs import _result
+from tests.programs import _of_keras, _result
 from tfmw.tables import creation, files, row_files
 from tfmw.train.saved_model import verify_export as verify
 
@@ -70,7 +70,7 @@ tfmw.fit(
     strategy=strategy,
     callbacks=[Begin(), tfmw.callbacks.BackupAndRestore(backups.name, delete_checkpoint=False)],
 )
-keras.Model.fit.__wrapped__(alone, dataset(), epochs=options.epochs, steps_per_epoch=5, verbose=0)
+_of_keras.fit(alone, dataset(), epochs=options.epochs, steps_per_epoch=5, verbose=0)
 from tfmw.train.parameter_server.variables import ServerVariables  # noqa: E402
 
 servers = tfmw.strategies.servers_of(strategy)
