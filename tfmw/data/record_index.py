@@ -109,13 +109,13 @@ def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> 
         if (found := bucket.read(name)) is not None:
             return np.frombuffer(found[0], _TYPE).reshape(-1, 2)
         index = _made(path, kind)
-        bucket.replace(name, index.astype(_TYPE).tobytes(), None)
+        bucket.replace(name, index.astype(_TYPE, copy=False).tobytes(), None)
         return index
     whole = os.path.join(directory, name)
     if not os.path.exists(whole):
         os.makedirs(directory, exist_ok=True)
         with replacing(whole) as temporary:  # every worker writes it
-            _made(path, kind).astype(_TYPE).tofile(temporary)
+            _made(path, kind).astype(_TYPE, copy=False).tofile(temporary)
             flush(temporary)
     if not os.path.getsize(whole):  # which nothing can map
         return np.empty((0, 2), _TYPE)

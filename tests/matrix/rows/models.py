@@ -10,6 +10,7 @@ from keras import layers, ops
 
 from tests.matrix.row import Case, row
 from tests.matrix.rows.common import EXAMPLES, adam, batches, classes, compiled, mlp, numbers
+from tests.programs import _of_keras
 
 
 @row("sequential", nightly=True, core=True)
@@ -103,7 +104,7 @@ def unbuilt() -> Case:
 @row("training goes on, with the optimizer's state", core=True)
 def continued() -> Case:
     model = compiled(mlp(), adam())
-    keras.Model.fit.__wrapped__(model, classes(), verbose=0)  # also in a cluster, which refuses fit
+    _of_keras.fit(model, classes(), verbose=0)
     fit = {"initial_epoch": 1, "epochs": 3}
     return Case(model, classes(), fit=fit, evaluate=None, predict=None)
 

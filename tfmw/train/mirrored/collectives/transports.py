@@ -289,16 +289,17 @@ class OverTensorFlow:
         cut = [self._pieces(grad) for grad in grads]
         replica = tf.distribute.get_replica_context()
         pieces = [p for of_one in cut for p in of_one]
-        sums_of: dict[int, Any] = {}
+        reduced: list[Any] = [None] * len(pieces)
         for dtype in dict.fromkeys(piece.dtype for piece in pieces):
             # MirroredStrategy concatenates what it is given, and cannot if types differ.
             of_type = [i for i, piece in enumerate(pieces) if piece.dtype == dtype]
             sums = replica.all_reduce(SUM, [pieces[i] for i in of_type], self._options)
-            sums_of.update(zip(of_type, sums, strict=True))
-        reduced = (sums_of[i] for i in range(len(pieces)))
+            for i, total in zip(of_type, sums, strict=True):
+                reduced[i] = total
+        left = iter(reduced)
         out: list[Any] = []
         for grad, of_one in zip(grads, cut, strict=True):
-            sums = [next(reduced) for _ in of_one]
+            sums = [next(left) for _ in of_one]
             out.append(sums[0] if len(sums) == 1 else tf.reshape(tf.concat(sums, 0), grad.shape))
         return out
 
