@@ -68,7 +68,7 @@ PAGE_ROWS = {
     "tfmw_bf16": 'gradient_compression="bf16"',
     "tfmw_xla": "jit_compile=True",
 }
-# The first ones are columns of README, too.
+# The first ones are rows of README's table, whose columns are the works.
 PAGE_COLUMNS = {
     "all_cores": "Keras 3 `fit`, one process with all cores",
     "legacy_fit": "tf_keras `fit`, 2 workers",
@@ -77,7 +77,7 @@ PAGE_COLUMNS = {
     "alone": "one of the workers alone, no exchange",
     "stock_fit": "Keras 3 `fit`, both in one process with one core",
 }
-README_COLUMNS = 3
+README_ROWS = 3
 EPOCHS = 5
 
 
@@ -211,8 +211,8 @@ def page_tables(medians: Medians) -> dict[str, list[list[str]]]:
                 cells.append(span(found))
             if any(cells):
                 rows.append([f"the same, `{how}`" if how else WORKS[work].about, *cells])
-    in_readme = [row[: 1 + README_COLUMNS] for row in rows if "compression" not in row[0]]
-    return {"steps": rows, "speed": in_readme}
+    works = [row[: 1 + README_ROWS] for row in rows if not row[0].startswith("the same")]
+    return {"steps": rows, "speed": [list(column) for column in zip(*works, strict=True)]}
 
 
 def figures(medians: Medians) -> list[Figure]:

@@ -15,7 +15,10 @@ QUESTIONS = {  # question: (page, words of the answer)
         "docs/start/install.md",
         "Linux, Python 3.11 to 3.13",
     ),
-    "How do I change my script?": ("README.md", "+history = tfmw.fit(model, dataset, epochs=5)"),
+    "How do I change my script?": (
+        "docs/start/one-machine.md",
+        "+history = tfmw.fit(model, dataset, epochs=5)",
+    ),
     "Does it run on my two GPUs?": (
         "docs/howto/gpus.md",
         "one process, all GPUs of this machine",
@@ -39,7 +42,7 @@ QUESTIONS = {  # question: (page, words of the answer)
     "Is it safe on my network?": ("docs/explain/security-model.md", "no authentication"),
     "Is it faster than model.fit on my laptop?": (
         "README.md",
-        "One plain Keras process has both cores",
+        "both of which one plain Keras process has",
     ),
     "Can my script stay as it is?": (
         "docs/howto/keras-scripts.md",
