@@ -134,7 +134,7 @@ test-nightly: pyproject.toml
 	@$(NIGHTLY)/bin/python -m pytest tests/data/test_grain.py tests/keras_compat/test_keras_distribution.py
 	@$(NIGHTLY)/bin/python -m pytest -m "not process and not nightly" \
 	  tests/keras_compat tests/mirrored/test_cached_driver.py tests/layers tests/matrix
-	@rm -rf $(NIGHTLY)/patched && mkdir $(NIGHTLY)/patched  # the hook of docs/contribute/upstream.md
+	@rm -rf $(NIGHTLY)/patched && mkdir $(NIGHTLY)/patched  # the hook of docs/contribute/code.md
 	@cp -r $$($(NIGHTLY)/bin/python -c 'import keras; print(keras.__path__[0])') $(NIGHTLY)/patched/keras
 	@patch --quiet --strip 0 --directory $(NIGHTLY)/patched/keras < docs/contribute/keras-runtime.patch
 	@PYTHONPATH=$(NIGHTLY)/patched $(NIGHTLY)/bin/python -m pytest \

@@ -101,7 +101,7 @@ class ModuleMap(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         lines = []
         for package, entries in modules().items():
-            lines += [f"## `{package}`", "", "| file | |", "| --- | --- |"]
+            lines += [f"### `{package}`", "", "| file | |", "| --- | --- |"]
             for path, first in entries:
                 if not first:
                     logger.warning("%s has no docstring", path, location=self.get_location())
@@ -184,7 +184,8 @@ def write_moved(app: Sphinx, error: Exception | None) -> None:
         return
     for old, new in app.config.moved.items():
         page = Path(app.outdir, f"{old}.html")
-        goal = posixpath.relpath(f"{new}.html", posixpath.dirname(old))
+        name, mark, anchor = new.partition("#")
+        goal = posixpath.relpath(f"{name}.html", posixpath.dirname(old)) + mark + anchor
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(
             f'<!doctype html><meta charset="utf-8"><title>Moved</title>'

@@ -1,6 +1,6 @@
 """Tries all items, or those named, and writes the table: `python -m tests.keras_compat.survey`.
 
-python -m tests.keras_compat.survey                  # all, into docs/explain/survey.md
+python -m tests.keras_compat.survey                  # all, into docs/explain/examples.md
 python -m tests.keras_compat.survey AUC Lamb         # these only, printed
 python -m tests.keras_compat.survey --contexts 5     # so many for each item
 """
@@ -23,7 +23,7 @@ from tests.keras_compat.survey.trial import Outcome, attempt_together
 from tests.matrix.columns import virtual_devices
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "explain" / "survey.md"
+PAGE = ROOT / "docs" / "explain" / "examples.md"
 RECORDS = ROOT / "build" / "survey.json"
 
 

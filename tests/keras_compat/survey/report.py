@@ -1,4 +1,4 @@
-"""The table of a survey, in docs/explain/survey.md between two marks."""
+"""The table of a survey, in docs/explain/examples.md between two marks."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.keras_compat.survey.contexts import Context
 from tests.matrix.row import Row, compared, difference, run
 from tfmw.errors import UsageError
 
-# Why results of these differ, as in docs/explain/survey.md: (start of item's name, reason).
+# Why results of these differ, as in docs/explain/examples.md: (start of item's name, reason).
 DOCUMENTED = {
     "layers": {
         "random": "each replica draws its own random numbers",
