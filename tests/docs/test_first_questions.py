@@ -37,7 +37,7 @@ QUESTIONS = {  # question: (page, words of the answer)
         "docs/howto/migrate/multi-worker-mirrored.md",
         "strategy.scope()",
     ),
-    "It hangs.": ("docs/howto/debug-hangs.md", "tfmw status"),
+    "It hangs.": ("docs/howto/debug.md", "tfmw status"),
     "How do I serve the model?": ("docs/howto/export.md", "tf.saved_model.load"),
     "Is it safe on my network?": ("docs/explain/security-model.md", "no authentication"),
     "Is it faster than model.fit on my laptop?": (
@@ -60,12 +60,12 @@ QUESTIONS = {  # question: (page, words of the answer)
     "How do I use it in a notebook?": ("docs/howto/notebooks.md", "workers=2"),
     "Which learning rate do I use?": ("docs/howto/faq.md", "the global batch"),
     "How do I use two machines with 8 GPUs each?": (
-        "docs/howto/gpu-machines.md",
+        "docs/howto/gpus.md",
         "tfmw check --hosts h0,h1",
     ),
     "What does a backup cost?": ("docs/howto/backups.md", "stopped for 66 ms"),
     "Is there a Dockerfile?": ("docs/howto/containers.md", "docker build -t tfmw ."),
-    "How do I stop in my train_step?": ("docs/howto/debug-scripts.md", "run_eagerly=True"),
+    "How do I stop in my train_step?": ("docs/howto/debug.md", "run_eagerly=True"),
     "What is a replica?": ("docs/reference/glossary.md", "one copy of the model on one device"),
     "Who maintains it?": ("docs/reference/support.md", "maintained by its contributors"),
 }

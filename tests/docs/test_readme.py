@@ -91,7 +91,7 @@ def test_the_readme(tmp_path):
     assert [*shown, *lines_of_losses(picture)] == 6 * [pytest.approx(one, abs=1e-2)], one
 
 
-GUIDES = ("notebooks", "backups", "callbacks", "optimizer-state", "export", "faq")
+GUIDES = ("notebooks", "backups", "callbacks", "tune-performance", "export", "faq")
 
 
 @pytest.mark.nightly

@@ -1,6 +1,6 @@
 """Faults of one worker, as `tfmw status`, `tfmw stacks` and the run's own output report them.
 
-docs/howto/debug-hangs.md shows these lines; the tests compare, with N for every number.
+docs/howto/debug.md shows these lines; the tests compare, with N for every number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tfmw.launcher import run_files
 pytestmark = pytest.mark.process
 
 PROGRAM = str(PROGRAMS / "stands_still.py")
-PAGE = (ROOT / "docs/howto/debug-hangs.md").read_text()
+PAGE = (ROOT / "docs/howto/debug.md").read_text()
 PATIENCE_S = 120
 
 
