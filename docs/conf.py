@@ -159,11 +159,11 @@ moved = {
     "docs/howto/debug-scripts": "docs/howto/debug",
     "docs/howto/gpu-machines": "docs/howto/gpus#two-machines-with-gpus",
     "docs/howto/keep-workers": "docs/howto/notebooks#keep-workers-between-calls",
-    "docs/howto/keras-distribution": "docs/howto/keras-scripts#scripts-that-use-kerasdistribution",
+    "docs/howto/keras-distribution": "docs/howto/keras-scripts#scripts-that-use-keras-distribution",
     "docs/howto/migrate/estimator": "docs/howto/migrate/tf1#estimator",
     "docs/howto/migrate/ray-train": "docs/howto/migrate/horovod#ray-train",
     "docs/howto/migrate/tf-keras": "docs/howto/migrate/multi-worker-mirrored#legacy-keras-2",
-    "docs/howto/mixed-precision": "docs/howto/gpus#train-in-16-bits",
+    "docs/howto/mixed-precision": "docs/howto/gpus#mixed-precision-and-gradients-in-16-bits",
     "docs/howto/optimizer-state": "docs/howto/tune-performance#shard-the-optimizer-state",
     "docs/howto/preemption": "docs/howto/restarts#handle-preemption",
     "docs/howto/ray": "docs/howto/jobs",
@@ -171,7 +171,7 @@ moved = {
     "docs/howto/sharded-embeddings": "docs/howto/parameter-servers#shard-embeddings-over-servers",
     "docs/howto/slurm": "docs/howto/schedulers",
     "docs/howto/spark": "docs/howto/jobs",
-    "docs/howto/track": "docs/howto/callbacks#track-a-run",
+    "docs/howto/track": "docs/howto/callbacks#track-a-run-with-mlflow-w-b-or-tensorboard",
     "docs/howto/troubleshoot/servers": "docs/howto/troubleshoot/run#parameter-servers",
     "docs/howto/troubleshoot/state": "docs/howto/troubleshoot/run#backups-and-exports",
     "docs/howto/troubleshoot/tensorflow": "docs/howto/troubleshoot/overview#messages-of-tensorflow",
@@ -193,7 +193,7 @@ moved = {
     "docs/schedulers": "docs/howto/schedulers",
     "docs/stands-still": "docs/howto/debug#a-run-that-hangs",
     "docs/start/choose-a-strategy": "docs/start/concepts#choose-a-strategy",
-    "docs/trackers": "docs/howto/callbacks#track-a-run",
+    "docs/trackers": "docs/howto/callbacks#track-a-run-with-mlflow-w-b-or-tensorboard",
     "docs/training": "docs/howto/load-data",
     "docs/troubleshooting": "docs/howto/troubleshoot/overview",
 }
@@ -213,5 +213,6 @@ napoleon_use_rtype = False
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["tfmw.css"]
+html_search_scorer = str(ROOT / "docs" / "scorer.js")
 html_copy_source = False
 html_show_sphinx = False

@@ -6,8 +6,10 @@ import ast
 import functools
 import importlib
 import inspect
+import json
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -220,6 +222,18 @@ def test_links_resolve():
             assert anchor in anchors(goal), f"{path.name} links to {target}"
 
 
+def test_old_addresses_open_headings_of_pages():
+    moved = runpy.run_path(str(ROOT / "docs/conf.py"))["moved"]
+    for old, new in each(moved.items()):
+        name, _, anchor = new.partition("#")
+        headings = re.findall(r"^#+ (.*)$", (ROOT / f"{name}.md").read_text(), re.MULTILINE)
+        made = {
+            re.sub(r"[^a-z0-9]+", "-", h.lower()).strip("-") for h in headings
+        }  # as docutils does
+        assert not anchor or anchor in made, new
+        assert not (ROOT / f"{old}.md").exists(), old
+
+
 # ---- docstrings ---------------------------------------------------------------------------------
 
 
@@ -274,6 +288,20 @@ def build(source: Path, settings: Path, out: Path) -> subprocess.CompletedProces
     )
 
 
+SEARCHES = {  # words of a search: the page that must come first
+    "checkpoint": "docs/howto/backups",
+    "docker": "docs/howto/containers",
+    "hang": "docs/howto/debug",
+    "horovod": "docs/howto/migrate/horovod",
+    "keras.distribution": "docs/howto/keras-scripts",
+    "mixed precision": "docs/howto/gpus",
+    "mlflow": "docs/howto/callbacks",
+    "preemption": "docs/howto/restarts",
+    "serve": "docs/howto/export",
+    "slurm": "docs/howto/schedulers",
+}
+
+
 @pytest.mark.process
 @pytest.mark.nightly  # make test begins with make docs
 def test_site_is_built(tmp_path):
@@ -300,6 +328,9 @@ def test_site_is_built(tmp_path):
         r'<(?:script|link|img)[^>]* (?:src|href)="(https?:[^"]*)"', start + workings
     )
     assert not loaded, "pages load nothing from other servers"
+    search = ["node", ROOT / "tests/docs/search.js", tmp_path, *SEARCHES]
+    found = json.loads(subprocess.run(search, capture_output=True, check=True).stdout)
+    assert {words: pages[0] for words, pages in found.items()} == SEARCHES
 
 
 @pytest.mark.process
