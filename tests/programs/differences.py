@@ -1145,6 +1145,9 @@ class Lookups(keras.Model):
         words += 0.1 * tf.reduce_mean(first, axis=1)[:, None]
         given = tf.RaggedTensor.from_row_lengths(first.values, ragged.row_lengths())
         words += 0.1 * tf.reduce_max(given, axis=1)[:, None]
+        numbers, count = ragged.value_rowids(), tf.shape(x, tf.int64)[0]
+        numbered = tf.RaggedTensor.from_value_rowids(first.values, numbers, nrows=count)
+        words += 0.1 * tf.reduce_sum(numbered, axis=1)[:, None]
         both = tf.sparse.concat(1, [sparse * x, tf.sparse.add(sparse, sparse)])
         words += 0.01 * tf.sparse.sparse_dense_matmul(both, tf.ones([2 * WIDTH, 1]))
         return self.head(y + self.sparse(sparse) + found + words)

@@ -15,6 +15,9 @@ from tfmw.data.values import Sharding
 # about 0.1 s, also after each restart.
 without_autograph = tf.autograph.experimental.do_not_convert
 
+# Options of a `map` that calls its function in several threads, and keeps the order.
+IN_PARALLEL: dict[str, Any] = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
+
 
 def map_elements(
     dataset: tf.data.Dataset, function: Callable[[Any], Any], **options: Any

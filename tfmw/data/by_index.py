@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.compat.pipelines import ENDLESS, INFINITE, MOVES, SAME, Pipeline
-from tfmw.data.batches import without_autograph
+from tfmw.data.batches import IN_PARALLEL, without_autograph
 from tfmw.errors import UsageError
 
 
@@ -273,8 +273,7 @@ def joined(pipeline: Pipeline) -> Pipeline | None:
 
     source = tf.data.Dataset.zip(tuple(leaf.dataset for leaf in leaves))
     source = tf.data.Dataset.range(length) if by_index else source
-    calls: dict[str, Any] = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
-    parallel = calls if any(each.is_parallel for each in maps) else {}
+    parallel = IN_PARALLEL if any(each.is_parallel for each in maps) else {}
     return Pipeline.of(source.map(without_autograph(function), **parallel))
 
 

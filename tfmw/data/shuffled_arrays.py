@@ -22,10 +22,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.compat.pipelines import ENDLESS, Pipeline
-from tfmw.data.batches import configured, parts_of, without_autograph
+from tfmw.data.batches import IN_PARALLEL, configured, parts_of, without_autograph
 from tfmw.data.values import Shard, Sharding, ShardSizes
 
-_PARALLEL: dict[str, Any] = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
 _ROUNDS = 8  # of the block cipher, as in `global_shuffle`; with 4, orders of ten rows are biased
 
 
@@ -77,7 +76,7 @@ class ShuffledArrays:
     def one_pass(self) -> tf.data.Dataset:
         """The whole batches of the first pass."""
         numbers = tf.data.Dataset.range(self.batches_per_pass)
-        return numbers.map(without_autograph(lambda n: self.rows(self.indices(n))), **_PARALLEL)
+        return numbers.map(without_autograph(lambda n: self.rows(self.indices(n))), **IN_PARALLEL)
 
     def shard(self, sharding: Sharding) -> Shard:
         """One worker's shard of all passes; it copies its own rows only."""
@@ -91,7 +90,7 @@ class ShuffledArrays:
 
         def rest(start: int) -> tf.data.Dataset:
             numbers = tf.data.Dataset.range(start, ENDLESS)
-            return configured(numbers.map(local_batch, **_PARALLEL))
+            return configured(numbers.map(local_batch, **IN_PARALLEL))
 
         dataset = rest(0)
         return Shard(

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfmw.compat import datasets
 from tfmw.compat.pipelines import INFINITE, MOVES, Pipeline
 from tfmw.data.batches import (
+    IN_PARALLEL,
     configured,
     examples_of,
     filled,
@@ -60,11 +61,10 @@ def by_slices(pipeline: Pipeline, sharding: Sharding, read_ahead: bool) -> Shard
     if small:
         steps = divided_by_steps(pipeline.dataset)
     else:
-        ahead = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
         steps = map_elements(
             pipeline.dataset,
             lambda batch: _slices(batch, sharding, zipped),
-            **(ahead if read_ahead else {}),
+            **(IN_PARALLEL if read_ahead else {}),
         )
     rows = pipeline.static_rows
     sizes = ShardSizes(True, True) if rows is None else ShardSizes.of(rows, sharding)

@@ -416,6 +416,8 @@ def _segments(op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _bincount(op: Any, inputs: list[Flow]) -> Flow:
+    if inputs[1].kind == "size" and not has_total(inputs):
+        return Flow("rows", ((0, EXAMPLES),))  # a count for each example, as of its ragged values
     rank = op.inputs[0].shape.rank
     if rank == 1 or op.type == "Bincount":
         return Flow("reduced", degree=1)

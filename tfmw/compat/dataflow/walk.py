@@ -125,8 +125,8 @@ class Dataflow:
             return [FIXED]
         if op.type in _CALLS:
             return self._of_call(op, inputs)
-        if (limit := _only_value(op)) is not None:
-            return [Flow(constant=limit)]
+        if _is_its_bound(op):
+            return [inputs[0]]
         if op.type not in ("Shape", "ShapeN", "Size", "Rank"):
             bad = worst_flow(inputs)
             if bad is not None:
@@ -329,16 +329,13 @@ def _folded(op: Any, inputs: list[Flow]) -> Any:
     return static_value(op.outputs[0]) if len(op.outputs) == 1 else None
 
 
-def _only_value(op: Any) -> Any:
-    """Value of `minimum(c, maximum(c, x))`, as in a `bincount` of c columns; None for others."""
-    if op.type != "Minimum":
-        return None
-    upper = static_value(op.inputs[0])
-    inner = op.inputs[1].op
-    if upper is None or inner.type != "Maximum":
-        return None
-    lower = static_value(inner.inputs[0])
-    return upper if lower is not None and np.array_equal(lower, upper) else None
+def _is_its_bound(op: Any) -> bool:
+    """Whether an operation is `minimum(c, maximum(c, x))`, as in a `bincount` of c columns."""
+    if op.type != "Minimum" or op.inputs[1].op.type != "Maximum":
+        return False
+    upper, lower = op.inputs[0], op.inputs[1].op.inputs[0]
+    values = static_value(upper), static_value(lower)
+    return upper is lower or (values[0] is not None and np.array_equal(*values))
 
 
 _RULES: dict[str, Rule] = {**arithmetic.RULES, **shapes.RULES, **parts.RULES}
