@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -240,6 +241,26 @@ def test_help_is_quick():
     others = {"tensorflow", "keras", "numpy", "absl", "prometheus_client", "cloudpickle"}
     assert "tfmw.cli" in modules
     assert modules.isdisjoint({*others, "asyncio", "http.client", "multiprocessing", "ssl"})
+
+
+def test_each_command_says_what_it_does(capsys):
+    """`tfmw COMMAND --help` has a sentence between the usage and the arguments."""
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert {"run", "token", "jobs", "cancel"} <= set(commands)
+    for command in commands:
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([command, "--help"])
+        assert re.search(r"\n\n[A-Z][^\n]*[^:]\n", capsys.readouterr().out), command
+
+
+def test_status_without_a_run_is_json_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TFMW_RUNTIME_DIR", str(tmp_path))
+    assert cli.main(["status", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == []
+    assert cli.main(["status"]) == 1
+    assert "no run of this user is alive" in capsys.readouterr().out
 
 
 class TestEnv:

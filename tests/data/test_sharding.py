@@ -296,6 +296,13 @@ def test_mapped_batches_of_two_lengths_that_cannot_be_divided_are_refused_when_r
         next(iter(shard.dataset))
 
 
+def test_a_dataset_without_batches_is_refused_by_that_name() -> None:
+    """Also if only the labels are scalars: the pixels of an image would count as its rows."""
+    images = tf.data.Dataset.from_tensor_slices((tf.zeros([5, 8, 8]), tf.zeros([5])))
+    with pytest.raises(UsageError, match=r"not batched: .* end it in \.batch\(.*a scalar in el"):
+        shard_dataset(images, data.Sharding(2, 0), data.SharedOrder())
+
+
 class _Batches(keras.utils.PyDataset):
     """Read by threads of Keras's; waits a little for them when an epoch begins."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import keras
@@ -42,6 +43,17 @@ def test_intact_directories_are_reported(exported: Path, backups: Path) -> None:
     assert problems_of(str(exported)) == []
     assert problems_of(str(backups)) == []
     assert problems_of(str(backups / "step_000000000002")) == []
+
+
+def test_backups_of_each_call_of_model_fit_are_checked(tmp_path: Path, backups: Path) -> None:
+    """A directory of `tfmw run --backup-dir` has a folder of each call."""
+    calls = [tmp_path / "run7" / f"fit-927caa9cda42-{n}" for n in (1, 2)]
+    for call in calls:
+        shutil.copytree(backups, call)
+    assert problems_of(str(tmp_path / "run7")) == []
+    flip_a_bit(calls[1] / "step_000000000001" / "record.json")
+    (problem,) = problems_of(str(tmp_path / "run7"))
+    assert "fit-927caa9cda42-2/step_000000000001" in problem
 
 
 def test_row_32_every_damaged_file_of_an_export_is_found(exported: Path) -> None:

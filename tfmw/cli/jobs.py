@@ -83,14 +83,30 @@ def add_parsers(commands: Any, add_options: Callable[[Any, Mapping[str, str]], N
     add_options(run, _SUBMIT_OPTIONS)
     run.set_defaults(workers="2", ps=0, max_restarts=0)
     add_settings(run)
-    listed = command("jobs", _jobs, help="list the jobs of an engine")
+    listed = command(
+        "jobs",
+        _jobs,
+        help="list the jobs of an engine",
+        description="Lists the id, state, step and hosts of each job of this user on an engine.",
+    )
     listed.add_argument("--on", required=True, metavar="ENGINE", help=engines)
     add_settings(listed)
-    logs = command("logs", _logs, help="print the output of a job")
-    for parser in (logs, command("cancel", _cancel, help="end a job")):
-        parser.add_argument("id", metavar="ID", help="such as slurm:4711")
+    logs = command(
+        "logs",
+        _logs,
+        help="print the output of a job",
+        description="Prints the output of all tasks of a job, each line with its task and host.",
+    )
+    cancel = command(
+        "cancel",
+        _cancel,
+        help="end a job",
+        description="Ends all tasks of a job, and prints its state. Its output and backups stay.",
+    )
+    for parser in (logs, cancel):
+        parser.add_argument("id", metavar="ID", help="the job, such as slurm:4711")
         add_settings(parser)
-    add_options(logs, {"--follow": "until the job ends"})
+    add_options(logs, {"--follow": "print further output until the job ends"})
 
 
 def add_settings(parser: Any) -> None:
@@ -209,9 +225,10 @@ def _status(options: argparse.Namespace) -> int:
         print(json.dumps(details, indent=2) if options.json else "\n".join(_job_lines(details)))
         return 0
     answers = [run.status() for run in _chosen(options.run)]
-    if options.json and answers:
+    if options.json:
         print(json.dumps(answers, indent=2))
-    elif answers:
+        return 0 if answers else 1
+    if answers:
         print("\n\n".join("\n".join(_run_lines(answer)) for answer in answers))
     return _found(answers)
 

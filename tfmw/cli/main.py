@@ -10,7 +10,7 @@
     tfmw bench --workers 2 train.py:make          # measures the parts of a step's time
     tfmw status                                   # the state of this user's runs
     tfmw stacks                                   # the Python stacks of a run's tasks
-    tfmw submit --on slurm --workers 8 train.py   # a job on Slurm, Ray, Spark or this machine
+    tfmw submit --on slurm --workers 8 train.py   # a job on an engine, or on this machine
     tfmw jobs, tfmw logs ID, tfmw cancel ID       # its state, output and end
     tfmw token                                    # a secret for the supervisors of several hosts
 
@@ -95,9 +95,9 @@ _RUN_OPTIONS = {
         "--backup-dir DIR": "model.fit saves backups in DIR, and resumes from them",
     },
     "failures of tasks": {
-        "--max-restarts N": "when a task dies, end the other tasks and restart all, from the "
-        "newest backup, up to N times; a worker of parameter servers and an evaluator restart "
-        "alone; default: 0",
+        "--max-restarts N": "when a task dies, replace it alone if the others can wait for it or "
+        "do without it, and restart all tasks from the newest backup otherwise, up to N times; "
+        "default: 0",
         "--min-workers M": "if a worker dies twice before its first step, continue without it, "
         "with at least M",
         "--elastic": "workers train apart and exchange weights in rounds (fit with sync=): "
@@ -179,10 +179,16 @@ def _main(argv: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _run_parser(commands)
     commands.add_parser(
-        "env", help="versions, devices, cluster and environment, to paste in an issue"
+        "env",
+        help="versions, devices, cluster and environment, to paste in an issue",
+        description="Prints the versions, the devices, the cluster that tfmw sees, and the variables "
+        "of the environment that it reads, without secrets: paste it in an issue.",
     ).set_defaults(main=_env)
     commands.add_parser(
-        "token", help="make a secret for --hosts with --max-restarts (TFMW_TOKEN, --token-file)"
+        "token",
+        help="make a secret for a cluster of several hosts (TFMW_TOKEN, --token-file)",
+        description="Prints a new secret. Give all hosts of a cluster the same one, in the variable "
+        "TFMW_TOKEN or in a file for tfmw run --token-file.",
     ).set_defaults(main=_token)
     _check_parser(commands)
     _bench_parser(commands)

@@ -97,6 +97,8 @@ def problems_of(path: str) -> list[str]:
     names = os.listdir(path)
     if MANIFEST in names or "saved_model.pb" in names:
         return [f"damaged: {problem}" for problem in verify_export(path)]
+    if calls := sorted(name for name in names if name.startswith("fit-")):  # of --backup-dir
+        return [found for name in calls for found in problems_of(os.path.join(path, name))]
     if any(name.startswith("step_") for name in [*names, os.path.basename(path.rstrip("/"))]):
         return [f"damaged: {problem}" for problem in store.verify(path)]
     return [f"not known: {path} contains neither an export of tfmw nor a backup."]

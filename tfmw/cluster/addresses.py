@@ -106,12 +106,18 @@ def _found(address: str) -> list[Any]:
         return []
 
 
-def local_index(addresses: Sequence[str]) -> int:
-    """The index of the only address that is this machine's.
+def local_index(addresses: Sequence[str], given: int | None = None) -> int:
+    """The index of this machine: `given`, or that of the only address that is this machine's.
 
     Raises:
-        ClusterError: none of them is, or several are.
+        ClusterError: no address has the given index, or none or several are this machine's.
     """
+    if given is not None:
+        if 0 <= given < len(addresses):
+            return given
+        raise ClusterError(
+            f"--host-index is {given}; expected 0 to {len(addresses) - 1}, an index of --hosts."
+        )
     local = [i for i, address in enumerate(addresses) if is_of_this_machine(address)]
     if len(local) != 1:
         count = "none of them is" if not local else f"{len(local)} of them are"

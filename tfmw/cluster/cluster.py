@@ -146,8 +146,7 @@ class Cluster:
         """
         members = [addresses.with_port(host, addresses.DEFAULT_PORT) for host in hosts]
         addresses.validated("hosts", members, tf_config.describe("hosts"))
-        if index is None:
-            index = addresses.local_index(members)
+        index = addresses.local_index(members, index)
         return cls(**schedulers.ranked(members, index, {schedulers.TFMW_NUM_PS: str(ps)}, "hosts"))
 
     @property

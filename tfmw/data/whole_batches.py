@@ -123,15 +123,18 @@ def _bytes(spec: Any, batch_size: int | None) -> float:
 def _refuse_scalars(spec: Any) -> None:
     for path, leaf in keras.tree.flatten_with_path(spec):
         if leaf is not None and leaf.shape.rank == 0:
+            only_scalars = all(s is None or s.shape.rank == 0 for s in tf.nest.flatten(spec))
             raise UsageError(
                 f"the dataset is not batched: its elements are {spec}; end it in "
                 ".batch(global_batch_size)."
-                if all(s is None or s.shape.rank == 0 for s in tf.nest.flatten(spec))
-                else f"{_name(path)} of a batch is a scalar, and replicas divide each batch by its "
-                f"rows. {WHOLE_BATCHES}"
+                + ("" if only_scalars else _SCALAR_IN_A_BATCH.format(_name(path)))
             )
 
 
+_SCALAR_IN_A_BATCH = (
+    " If they are batches that have a scalar in {}, pass split_batch=False: each replica then "
+    "takes a whole batch."
+)
 WHOLE_BATCHES = (
     "If that is no mistake, pass split_batch=False: each replica then takes a whole batch."
 )

@@ -57,10 +57,10 @@ def launch_on_hosts(
         UsageError: an argument is wrong.
     """
     check_program(argv, module)
-    hosts = _checked_hosts(settings.hosts, host)
+    hosts = _checked_hosts(settings.hosts)
     settings = dataclasses.replace(settings, hosts=hosts, facts=_facts(argv, settings))
     _check_settings(settings)
-    host = addresses.local_index(hosts) if host is None else host
+    host = addresses.local_index(hosts, host)
     lease = lease_of(rendezvous_of(argv) if rendezvous is None else rendezvous, host)
     token = _token(token_file, hosts, lease)
     job = LocalRun(
@@ -74,17 +74,13 @@ def launch_on_hosts(
         return run_on_hosts(job, settings, host, lease, token, stop)
 
 
-def _checked_hosts(names: Sequence[str], host: int | None) -> tuple[str, ...]:
+def _checked_hosts(names: Sequence[str]) -> tuple[str, ...]:
     """The addresses of all hosts, with their ports."""
     hosts = tuple(addresses.with_port(name, addresses.DEFAULT_PORT) for name in names)
     addresses.validated("hosts", hosts, "--hosts")
     for address in hosts:
         if hosts.count(address) > 1:
             raise ClusterError(f"--hosts lists {address} twice; give every host once.")
-    if host is not None and not 0 <= host < len(hosts):
-        raise ClusterError(
-            f"--host-index is {host}; expected 0 to {len(hosts) - 1}, an index of --hosts."
-        )
     return hosts
 
 
