@@ -25,6 +25,7 @@ for (const name of ["_static/language_data.js", "_static/searchtools.js", "searc
 const found = {};
 for (const query of queries) {
   page.query = query;
+  page.location = { search: `?q=${encodeURIComponent(query)}` };
   const results = vm.runInContext("Search._performSearch(...Search._parseQuery(query))", page);
   found[query] = [...new Set(results.reverse().map((result) => result[0]))];
 }

@@ -289,16 +289,21 @@ def build(source: Path, settings: Path, out: Path) -> subprocess.CompletedProces
 
 
 SEARCHES = {  # words of a search: the page that must come first
+    "callbacks": "docs/howto/callbacks",
     "checkpoint": "docs/howto/backups",
     "docker": "docs/howto/containers",
     "hang": "docs/howto/debug",
     "horovod": "docs/howto/migrate/horovod",
     "keras.distribution": "docs/howto/keras-scripts",
+    "kubernetes": "docs/howto/kubernetes",
     "mixed precision": "docs/howto/gpus",
     "mlflow": "docs/howto/callbacks",
+    "parameter servers": "docs/howto/parameter-servers",
     "preemption": "docs/howto/restarts",
+    "ray": "docs/howto/jobs",
     "serve": "docs/howto/export",
     "slurm": "docs/howto/schedulers",
+    "two machines": "docs/start/two-machines",
 }
 
 

@@ -68,6 +68,13 @@ QUESTIONS = {  # question: (page, words of the answer)
     "How do I stop in my train_step?": ("docs/howto/debug.md", "run_eagerly=True"),
     "What is a replica?": ("docs/reference/glossary.md", "one copy of the model on one device"),
     "Who maintains it?": ("docs/reference/support.md", "maintained by its contributors"),
+    "How do I cite it?": ("README.md", "(CITATION.cff) how to cite"),
+    "Does Dropout give the same numbers?": ("README.md", "each replica draws its own masks"),
+    "How do I log to MLflow?": ("docs/howto/callbacks.md", "with mlflow.start_run():"),
+    "Can I use KerasTuner?": ("docs/howto/tune.md", "tuner.search(images"),
+    "I come from Horovod.": ("docs/howto/migrate/horovod.md", "`hvd.rank()`, `hvd.size()`"),
+    "I come from Ray Train.": ("docs/howto/migrate/horovod.md", "`ScalingConfig(num_workers=2)`"),
+    "How do I run it on Kubernetes?": ("docs/howto/kubernetes.md", "kubectl apply"),
 }
 
 

@@ -181,13 +181,13 @@ def _main(argv: list[str]) -> int:
     commands.add_parser(
         "env",
         help="versions, devices, cluster and environment, to paste in an issue",
-        description="Prints the versions, the devices, the cluster that tfmw sees, and the variables "
+        description="Prints the versions, the devices, the cluster that tfmw sees, and variables "
         "of the environment that it reads, without secrets: paste it in an issue.",
     ).set_defaults(main=_env)
     commands.add_parser(
         "token",
         help="make a secret for a cluster of several hosts (TFMW_TOKEN, --token-file)",
-        description="Prints a new secret. Give all hosts of a cluster the same one, in the variable "
+        description="Prints a new secret. Give all hosts of a cluster the same, in the variable "
         "TFMW_TOKEN or in a file for tfmw run --token-file.",
     ).set_defaults(main=_token)
     _check_parser(commands)

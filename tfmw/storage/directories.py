@@ -79,7 +79,10 @@ def locked(directory: str, name: str) -> Iterator[None]:
     try:
         os.makedirs(directory, exist_ok=True)
     except OSError as error:  # a file has this name, or the parent is another user's
-        raise UsageError(f"cannot create the directory {directory}: {error.strerror}") from None
+        raise UsageError(
+            f"cannot create the directory {directory}: {error.strerror}; name one that this "
+            "process may create."
+        ) from None
     path = os.path.join(directory, name)
     # A host that was cut off ends its tasks by itself, a few seconds after the others detect it.
     with contextlib.ExitStack() as stack:
