@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfmw import data
 from tfmw.compat import datasets
+from tfmw.data.batches import kept_trace, parts_of
 from tfmw.data.shuffled_arrays import ShuffledArrays
 
 X = np.arange(14.0).reshape(7, 2)  # float64
@@ -119,9 +120,35 @@ def test_arrays_that_are_shuffled_without_a_seed(name: str) -> None:
     assert sorted(_rows(parts[0] for parts, *_ in whole.dataset)) == sorted(passes[0])
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_division_of_other_arrays_of_a_size_is_not_traced_again(
+    shuffle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = []
+
+    def noted(*arguments: Any) -> Any:
+        traced.append(1)
+        return parts_of(*arguments)
+
+    def rows(array: np.ndarray, seed: int) -> list[Any]:
+        source = data.Source(array, batch_size=3, shuffle=shuffle)
+        shard = source.shard(data.Sharding(2, 1), data.SharedOrder(seed=seed))
+        return [parts[0].numpy().tolist() for parts, *_ in shard.dataset.take(2)]
+
+    monkeypatch.setattr("tfmw.data.batches.parts_of", noted)
+    kept_trace.cache_clear()
+    first = rows(Y, 5)
+    assert rows(Y + 10, 5) == [[row + 10 for row in rows] for rows in first]
+    assert (rows(Y, 6) != first) == shuffle
+    assert len(traced) == 1
+    kept_trace.cache_clear()
+
+
 def test_orders_of_shuffled_arrays_are_fair() -> None:
     counts: np.ndarray = np.zeros([10, 10], int)
-    arrays = ShuffledArrays(lambda i: i, 10, 10, within_batches=False, order=1)
+    arrays = ShuffledArrays(
+        lambda i: i, 10, 10, within_batches=False, order=tf.constant(1, tf.int64)
+    )
     for number in range(2000):
         counts[np.arange(10), arrays.indices(tf.constant(number, tf.int64)).numpy()] += 1
     assert counts.min() > 150  # 200 each; 3.7 standard deviations

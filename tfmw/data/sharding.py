@@ -45,7 +45,9 @@ from tfmw.data.batches import (
     configured,
     examples_of,
     first_rows,
+    kept_trace,
     map_elements,
+    parts_and_total,
     parts_of,
     without_autograph,
     without_optionals,
@@ -306,13 +308,14 @@ def _by_index(whole: Batched, indexed: Indexed, rest: Pipeline, sharding: Shardi
     assert count is not None  # arrays have a known length
     batches = rest.dataset.batch(size, whole.drop_remainder)
     always_full = whole.drop_remainder or count == INFINITE
+    local_indices = kept_trace(parts_and_total, sharding)
 
     def local_batch(indices: tf.Tensor) -> Any:
-        own, counts = parts_of(indices, sharding)
+        own, counts, total = local_indices(indices)
         for replica, part in zip(sharding.local, own, strict=True):
             if always_full:
                 part.set_shape([max(1, len(range(replica, size, sharding.replicas)))])
-        return tuple(map(indexed.examples, own)), counts, tf.size(indices, out_type=tf.int64)
+        return tuple(map(indexed.examples, own)), counts, total
 
     parallel = {} if indexed.rows is None else indexed.rows.parallel
     local = batches.map(without_autograph(local_batch), **parallel)

@@ -22,7 +22,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.compat.pipelines import ENDLESS, Pipeline
-from tfmw.data.batches import IN_PARALLEL, configured, parts_of, without_autograph
+from tfmw.data.batches import (
+    IN_PARALLEL,
+    configured,
+    kept_trace,
+    parts_and_total,
+    without_autograph,
+)
 from tfmw.data.values import Shard, Sharding, ShardSizes
 
 _ROUNDS = 8  # of the block cipher, as in `global_shuffle`; with 4, orders of ten rows are biased
@@ -37,15 +43,15 @@ class ShuffledArrays:
         count: number of rows.
         size: number of rows of a batch; the last one of a pass has the remainder.
         within_batches: whether rows stay in their batch, as with `shuffle="batch"`.
-        order: the order of each pass, int64 [count]; or a seed, for a new order in each pass. The
-            same on all workers.
+        order: the order of each pass, int64 [count]; or a seed, int64 [], for a new order in each
+            pass. The same on all workers.
     """
 
     rows: Callable[[tf.Tensor], Any]
     count: int
     size: int
     within_batches: bool
-    order: tf.Tensor | int
+    order: tf.Tensor
 
     @property
     def batches_per_pass(self) -> int:
@@ -54,24 +60,11 @@ class ShuffledArrays:
 
     def indices(self, number: tf.Tensor) -> tf.Tensor:
         """int64 [size], or fewer: the rows of batch `number`, counted over all passes."""
-        number_of_pass, batch = number // self.batches_per_pass, number % self.batches_per_pass
-        first = batch * self.size
-        stop = tf.minimum(first + self.size, self.count)
-        if not isinstance(self.order, int):
-            return self.order[first:stop]
-        if self.within_batches:
-            drawn, begin, end = number, first, stop
-        else:
-            drawn, begin, end = number_of_pass, np.int64(0), np.int64(self.count)
-        key = tf.random.stateless_uniform(
-            [3], [np.int64(self.order), drawn], minval=None, maxval=None, dtype=tf.uint32
-        )
-        return begin + tf.raw_ops.RandomIndexShuffle(
-            index=tf.range(first - begin, stop - begin),
-            seed=key,
-            max_index=end - begin - 1,
-            rounds=_ROUNDS,
-        )
+        return _indices(*self._layout, number, self.order)
+
+    @property
+    def _layout(self) -> tuple[int, int, bool]:
+        return self.count, self.size, self.within_batches
 
     def one_pass(self) -> tf.data.Dataset:
         """The whole batches of the first pass."""
@@ -80,13 +73,12 @@ class ShuffledArrays:
 
     def shard(self, sharding: Sharding) -> Shard:
         """One worker's shard of all passes; it copies its own rows only."""
+        local_indices = kept_trace(_local_indices, self._layout, sharding)
 
         @without_autograph
-        @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
         def local_batch(number: tf.Tensor) -> Any:
-            indices = self.indices(number)
-            parts, counts = parts_of(indices, sharding)
-            return tuple(map(self.rows, parts)), counts, tf.size(indices, out_type=tf.int64)
+            parts, counts, total = local_indices(number, self.order)
+            return tuple(map(self.rows, parts)), counts, total
 
         def rest(start: int) -> tf.data.Dataset:
             numbers = tf.data.Dataset.range(start, ENDLESS)
@@ -103,3 +95,32 @@ class ShuffledArrays:
             rest=rest,
             has_all_passes=True,
         )
+
+
+def _indices(
+    count: int, size: int, within_batches: bool, number: tf.Tensor, order: tf.Tensor
+) -> tf.Tensor:
+    batches = -(-count // size)
+    first = number % batches * size
+    stop = tf.minimum(first + size, count)
+    if order.shape.rank:
+        return order[first:stop]
+    if within_batches:
+        drawn, begin, end = number, first, stop
+    else:
+        drawn, begin, end = number // batches, np.int64(0), np.int64(count)
+    key = tf.random.stateless_uniform(
+        [3], [order, drawn], minval=None, maxval=None, dtype=tf.uint32
+    )
+    return begin + tf.raw_ops.RandomIndexShuffle(
+        index=tf.range(first - begin, stop - begin),
+        seed=key,
+        max_index=end - begin - 1,
+        rounds=_ROUNDS,
+    )
+
+
+def _local_indices(
+    layout: tuple[int, int, bool], sharding: Sharding, number: tf.Tensor, order: tf.Tensor
+) -> tuple[Any, tf.Tensor, tf.Tensor]:
+    return parts_and_total(sharding, _indices(*layout, number, order))

@@ -220,7 +220,10 @@ class Source:
             return None
         with _agreed_global_seed(order) as seed:
             fixed = None if seed is None else datasets.seeded_order(adapter)
-        return ShuffledArrays(**known, order=order.agree(order.seed) if fixed is None else fixed)
+        if fixed is None:
+            with tf.device("cpu:0"):
+                fixed = tf.constant(order.agree(order.seed), tf.int64)
+        return ShuffledArrays(**known, order=fixed)
 
     @functools.cached_property
     def journal(self) -> Journal:

@@ -21,6 +21,7 @@ from tfmw.data.batches import (
     configured,
     examples_of,
     filled,
+    kept_trace,
     map_elements,
     parts_of,
     rows_of,
@@ -63,7 +64,7 @@ def by_slices(pipeline: Pipeline, sharding: Sharding, read_ahead: bool) -> Shard
     else:
         steps = map_elements(
             pipeline.dataset,
-            lambda batch: _slices(batch, sharding, zipped),
+            kept_trace(_slices, sharding, zipped),
             **(IN_PARALLEL if read_ahead else {}),
         )
     rows = pipeline.static_rows
@@ -91,10 +92,10 @@ def step_of(element: tuple[Any, ...], sharding: Sharding) -> tuple[Any, Any, Any
         total = examples_of(batch)
         return (batch,), total[None], total
     with tf.device("cpu:0"):  # the device of the batch
-        return _slices(batch, sharding)
+        return _slices(sharding, False, batch)
 
 
-def _slices(batch: Any, sharding: Sharding, zipped: bool = False) -> tuple[Any, Any, Any]:
+def _slices(sharding: Sharding, zipped: bool, batch: Any) -> tuple[Any, Any, Any]:
     """A global batch -> (parts, counts, total)."""
     total = examples_of(batch)
     check = _rows_checked(batch, total, sharding.replicas if zipped else None)
