@@ -174,6 +174,7 @@ def test_a_generator_is_read_as_far_as_its_steps_on_all_workers(split: bool) -> 
     for call, steps in enumerate([4, 1, 3]):
         read_before = len(made[0])
         found = read(generators.__getitem__, epochs=2, steps=steps, split=split)
+        assert all(isinstance(each, list) for each in found), found
         batches_read = 2 * steps * per_step
         assert [len(each) for each in made] == [read_before + max(2, batches_read)] * 2, call
         first = read_before + 1

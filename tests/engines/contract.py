@@ -41,7 +41,7 @@ from tfmw.launcher.engines.job import ENDED
 
 OF_RAY = re.compile(r"import ray$|ray\.|os\.environ\[\"RAY_")
 PLAIN = {"TFMW_NO_INIT": "1"}
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def marked_copy(test: Any, mark: pytest.MarkDecorator) -> Any:

@@ -174,7 +174,7 @@ def once_backed_up(engine: Engine, then: Callable[[Job], object]) -> threading.T
     before = {job.id for job in tfmw.jobs(engine)}
 
     def run() -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             for job in tfmw.jobs(engine):
                 if job.id not in before and job.details().get("backup"):

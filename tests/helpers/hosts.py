@@ -403,7 +403,7 @@ class Hosts:
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"no end:\n{self.output()}") from None
         for reader in self._readers:
-            reader.join(timeout=30)
+            reader.join(timeout=300)
         assert not (left := marked(self._mark)), f"processes survive the run: {left}"
         return statuses
 
