@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import keras
@@ -67,13 +69,13 @@ def _trials(train: Callable[[keras.Model], Any], times: int) -> list[float]:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     optuna.create_study().optimize(objective, n_trials=WARM_UP + times)
-    return np.diff(ends).tolist()[WARM_UP:]
+    return [end - begin for begin, end in pairwise(ends)][WARM_UP:]
 
 
 def measured(call: Call, times: int) -> list[list[float]]:
     """Seconds of each call, for each row."""
     trained = model()
-    rows = [_seconds(lambda name=name: call(name, trained), times) for name in ARGUMENTS]
+    rows = [_seconds(partial(call, name, trained), times) for name in ARGUMENTS]
     return [*rows, _trials(lambda made: [call("fit", made) for _ in range(2)], times)]
 
 
