@@ -23,8 +23,8 @@ IN_PARALLEL: dict[str, Any] = {"num_parallel_calls": tf.data.AUTOTUNE, "determin
 def kept_trace(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
     """The function (*batches) -> `function(*settings, *batches)`, traced once for equal specs.
 
-    Later pipelines use the trace again. To trace the division of a batch takes 0.1 to 0.2 s, which
-    was half of the time before the first step of a later `fit`.
+    Later pipelines use the trace again. To trace the division of a batch takes 0.1 to 0.2 s. That
+    was half of the time from a later call of `fit` to its first step.
 
     Args:
         settings: values with a hash; for equal ones, the function is the same.
