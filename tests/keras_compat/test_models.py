@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 from typing import Any
 
 import keras
@@ -112,3 +113,17 @@ def test_a_step_is_traced_that_may_use_an_optimizer_that_is_built() -> None:
     model.other.build(model.trainable_variables)
     build_all(model, SPEC)
     assert OwnStep.calls == 1
+
+
+class Stopped(ByHand):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        raise bdb.BdbQuit
+
+
+def test_the_debugger_can_be_left_in_the_call_without_values() -> None:
+    """An eager step that needs values may fail there; q of pdb ends the program."""
+    inputs = keras.Input((3,))
+    model = Stopped(inputs, keras.layers.Dense(2)(inputs))
+    model.compile(run_eagerly=True)
+    with pytest.raises(bdb.BdbQuit):
+        build_all(model, SPEC)

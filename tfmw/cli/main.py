@@ -286,9 +286,9 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
         help="run a script on several processes of this machine",
         usage="tfmw run [--workers N] [options] (SCRIPT | -m MODULE) [its flags]",
         description="Runs SCRIPT, or MODULE, in every task of a fresh cluster on this machine. "
-        "With --hosts, on each of them: as the one task of that host, or, with --max-restarts, as "
-        "the supervisor of that host's tasks. Without either: as the one task that TF_CONFIG or a "
-        "scheduler describes.",
+        "With --hosts, run the same command on each host: it runs the one task of its host, "
+        "and supervises it with --max-restarts. Without --workers and --hosts, it runs the "
+        "task that TF_CONFIG or a scheduler describes.",
         epilog="Exit status: 0 all done, 1 a task failed (the last line names the first one), "
         "2 wrong usage or cluster description, 75 preempted (SIGTERM, SIGUSR1): the tasks have "
         "saved their state, run the same command again.",

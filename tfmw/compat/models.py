@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import inspect
 import random
@@ -176,8 +177,8 @@ def build_all(model: keras.Model, spec: Any) -> None:
         else:
             try:
                 _trace_step(model, spec)
-            except Exception:
-                if not model.run_eagerly:
+            except Exception as error:
+                if not model.run_eagerly or isinstance(error, bdb.BdbQuit):  # pdb's command q
                     raise
                 own_step = False  # it reads values, so Keras builds the model from its inputs
     if not own_step or not all(part is None or part.built for part in compiled):
