@@ -35,6 +35,7 @@ def names(path):
 def test_every_row_is_there():
     assert sorted(table("docs/explain/failure-model.md")) == list(ROWS)
     assert sorted(table("tests/GUARANTEES.md")) == list(ROWS)
+    assert f"[{len(ROWS)} kinds of failure]" in (ROOT / "README.md").read_text()
 
 
 def test_every_test_that_it_names_is_there():
