@@ -10,6 +10,7 @@ from tests.helpers.cluster import PROGRAMS
 from tfmw.cli.main import main
 from tfmw.cluster.cluster import BACKUP_DIR
 from tfmw.launcher.hosts.launch import backup_dir_of, rendezvous_of
+from tfmw.launcher.hosts.settings import HostSettings
 
 HOSTS = "127.0.0.1:7001,198.51.100.2"  # the second is for documentation (RFC 5737)
 SUPERVISED = ["--hosts", HOSTS, "--max-restarts", "2", "--rendezvous", "dir:build/supervisors"]
@@ -78,3 +79,9 @@ def test_a_token_is_long_and_new_each_time(capsys: pytest.CaptureFixture[str]) -
     one, other = capsys.readouterr().out.split()
     assert one != other
     assert len(bytes.fromhex(one)) == 32
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_ports() -> None:
+    """Two hosts may be two ports of localhost, to try a run on one machine."""
+    settings = HostSettings(hosts=("localhost:1", "localhost:2", "h2:1"))
+    assert settings.names(range(3)) == "localhost:1, localhost:2, h2"

@@ -81,7 +81,7 @@ def placed(
     tasks: dict[int, Layout] = dict.fromkeys(hosts, ())
     for kind, host in where:
         before = cluster.get(kind, ())
-        address = addresses.joined(settings.name(host), next(unused[host]))
+        address = addresses.joined(addresses.split(settings.hosts[host])[0], next(unused[host]))
         cluster[kind] = (*before, address)
         tasks[host] += ((kind, len(before)),)
     if settings.evaluator:

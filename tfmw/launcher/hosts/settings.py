@@ -48,8 +48,9 @@ class HostSettings:
         return max(self.rejoin_timeout_s, self.options.start_timeout_s or float("inf"))
 
     def name(self, host: int) -> str:
-        """Name of a host in messages."""
-        return addresses.split(self.hosts[host])[0]
+        """Name of a host in messages, with its port if another host has that name."""
+        names = [addresses.split(address)[0] for address in self.hosts]
+        return names[host] if names.count(names[host]) == 1 else self.hosts[host]
 
     def names(self, hosts: Any) -> str:
         """The names of several hosts, in order."""
