@@ -79,6 +79,7 @@ RUN: dict[str, Here | Reason | str] = {
     r"export TFMW_TOKEN=.*": "tests/hosts/test_hosts.py::test_hosts_come_and_go",
     "tfmw check --hosts h0,h1.*": "tests/cluster/test_check.py::test_a_cluster_that_works",
     "tfmw run --hosts h0,h1 train.py": HOSTS,
+    "tfmw run --hosts localhost:.* --host-index [01] train.py": HOSTS,
     r"tfmw run --hosts .* --max-restarts .*": "tests/hosts/test_hosts.py::test_hosts_come_and_go",
     "tfmw run train.py": "tests/test_cli.py::test_run_as_one_task_of_an_existing_cluster",
     "TF_CONFIG=.* python train.py": "tests/recipes/test_recipes.py::test_two_terminals",
