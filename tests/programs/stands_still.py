@@ -17,7 +17,7 @@ import tensorflow as tf
 import tfmw
 
 folder = Path(sys.argv[1])
-STEP, SLOW_S = 40, 0.03
+STEP, SLOW_S = 40, 0.2  # much longer than a step, also on a busy machine
 HIDDEN, BUSY = 1500, 3
 
 
