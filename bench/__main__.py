@@ -14,13 +14,13 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from bench import memory, recovery, short, steps, whole
-from bench.figures import HEADING, Figure, commit, keep, markdown
+from bench.figures import HEADING, Figure, Rows, commit, keep, markdown
 
-Found = tuple[list[Figure], dict[str, list[list[str]]]]
+Found = tuple[list[Figure], Mapping[str, Rows]]
 """Figures, and the tables of the pages that show them."""
 
 
@@ -82,7 +82,7 @@ def main() -> None:
                 all_figures[title] = figures
                 rows = [figure.cells for part in all_figures.values() for figure in part]
                 whole_run = {} if options.only else {"figures": [HEADING, *rows]}
-                keep(tables | whole_run, name)
+                keep({**tables, **whole_run}, name)
         except Exception:  # the other parts are measured nevertheless
             traceback.print_exc()
             failed.append(title)

@@ -26,6 +26,10 @@ PAGES = [ROOT / name for name in ("docs/explain/benchmarks.md", "README.md", "be
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
+Rows = Sequence[Sequence[str]] | str
+"""The rows of a table, or a sentence."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Figure:
     """Ratios of several rounds, or seconds if the name of the row says so; less is better."""
@@ -77,7 +81,7 @@ def results() -> dict[str, Any]:
     return found
 
 
-def keep(tables: Mapping[str, Sequence[Sequence[str]]], name: str) -> None:
+def keep(tables: Mapping[str, Rows], name: str) -> None:
     """Replaces tables in the file of results.
 
     Args:
@@ -96,7 +100,10 @@ def written(page: str, tables: Mapping[str, Any]) -> str:
     def block(match: re.Match[str]) -> str:
         found = tables[match[2]]
         end = f"As of commit {found['commit']}."
-        return f"{match[1]}\n{table(found['rows'])}\n\n{end}\n\n{match[3]}"
+        rows = found["rows"]
+        if isinstance(rows, str):
+            return f"{match[1]}\n{rows} {end}\n\n{match[3]}"
+        return f"{match[1]}\n{table(rows)}\n\n{end}\n\n{match[3]}"
 
     return _BLOCK.sub(block, page)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.figures import Figure, markdown, span
+from bench.figures import Figure, Rows, markdown, span
 from bench.works import WORKS
 from tfmw.cluster.sockets import reserved_ports
 
@@ -68,7 +69,6 @@ PAGE_ROWS = {
     "tfmw_bf16": 'gradient_compression="bf16"',
     "tfmw_xla": "jit_compile=True",
 }
-# The first ones are rows of README's table, whose columns are the works.
 PAGE_COLUMNS = {
     "all_cores": "Keras 3 `fit`, one process with all cores",
     "legacy_fit": "tf_keras `fit`, 2 workers",
@@ -77,7 +77,11 @@ PAGE_COLUMNS = {
     "alone": "one of the workers alone, no exchange",
     "stock_fit": "Keras 3 `fit`, both in one process with one core",
 }
-README_ROWS = 3
+README_PEERS = {
+    "all_cores": "one plain Keras process with all cores",
+    "legacy_fit": "`tf_keras` on two workers",
+    "ddp": "PyTorch DDP on two workers",
+}
 EPOCHS = 5
 
 
@@ -199,7 +203,7 @@ def ratios(medians: Medians, ours: Turn, theirs: Turn) -> list[float]:
     return [a / b for a, b in pairs if a == a and b == b]  # a turn that failed is not a number
 
 
-def page_tables(medians: Medians) -> dict[str, list[list[str]]]:
+def page_tables(medians: Medians) -> dict[str, Rows]:
     """Tables of the pages: a step divided by that of others, from the least round to the most."""
     rows = [["work", *PAGE_COLUMNS.values()]]
     for work in PLAN:
@@ -211,8 +215,17 @@ def page_tables(medians: Medians) -> dict[str, list[list[str]]]:
                 cells.append(span(found))
             if any(cells):
                 rows.append([f"the same, `{how}`" if how else WORKS[work].about, *cells])
-    works = [row[: 1 + README_ROWS] for row in rows if not row[0].startswith("the same")]
-    return {"steps": rows, "speed": [list(column) for column in zip(*works, strict=True)]}
+    return {"steps": rows, "speed": sentence(rows[1:])}
+
+
+def sentence(rows: Sequence[Sequence[str]]) -> str:
+    """README's sentence: the range over all rows of the table of steps, for some of its columns."""
+    ranges = []
+    for place, column in enumerate(PAGE_COLUMNS, start=1):
+        found = re.findall(r"[\d.]+", " ".join(row[place] for row in rows))
+        if column in README_PEERS and found:
+            ranges.append(f"by that of {README_PEERS[column]}: {span([*map(float, found)])}")
+    return f"Time of a step of two workers with one core each, divided {'; '.join(ranges)}."
 
 
 def figures(medians: Medians) -> list[Figure]:
