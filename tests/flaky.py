@@ -27,10 +27,11 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 def environ_of(condition: str, seed: int) -> dict[str, str]:
-    """Variables of one run."""
+    """The environment of one run."""
+    own = {name: value for name, value in os.environ.items() if name != ORDER}
     if condition != "drawn order":
-        return {}
-    return {ORDER: str(seed), "PYTHONHASHSEED": str(seed)}
+        return own
+    return {**own, ORDER: str(seed), "PYTHONHASHSEED": str(seed)}
 
 
 @contextlib.contextmanager
@@ -51,7 +52,7 @@ def failed_in(condition: str, seed: int, arguments: list[str]) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-rfE", *arguments]
     if condition == "one core":
         command = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), *command]
-    env = {**os.environ, **environ_of(condition, seed)}
+    env = environ_of(condition, seed)
     with _busy(_BUSY if condition == "load" else 0):
         run = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False)
     print(run.stdout if run.returncode else run.stdout.strip().splitlines()[-1], flush=True)

@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -77,7 +78,8 @@ def here(monkeypatch):
     # This process has the caller's seeds.
     monkeypatch.setattr(datasets, "set_seed_state", lambda *_: None)
     TRACES.clear()
-    with tfmw.Workers(1) as made_here:
+    # Calls change the variables of their worker, which is this process.
+    with mock.patch.dict(os.environ), tfmw.Workers(1) as made_here:
         yield made_here
 
 
