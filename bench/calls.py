@@ -85,19 +85,21 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5)
     times = parser.parse_args().times
 
-    def called(owner: Any, *before: Any, **options: Any) -> Call:
+    def of_keras(name: str, of: keras.Model) -> Any:
+        positional, known = ARGUMENTS[name]
+        return getattr(of, name)(*positional, **known, verbose=0)
+
+    def through(owner: Any, **options: Any) -> Call:
         def call(name: str, of: keras.Model) -> Any:
             positional, known = ARGUMENTS[name]
-            return getattr(owner or of, name)(
-                *(of,) * bool(owner), *before, *positional, **known, **options, verbose=0
-            )
+            return getattr(owner, name)(of, *positional, **known, **options, verbose=0)
 
         return call
 
-    columns = [measured(called(None), times)]
+    columns = [measured(of_keras, times)]
     with tfmw.Workers(2) as workers:
-        columns.append(measured(called(workers), times))
-    columns.append(measured(called(tfmw, workers=2), times))
+        columns.append(measured(through(workers), times))
+    columns.append(measured(through(tfmw, workers=2), times))
     about = [*ABOUT.values(), "a trial of Optuna: a new model, two calls of `fit`"]
     cells = zip(about, *[[span(row) for row in column] for column in columns], strict=True)
     rows = [HEADING, *map(list, cells)]

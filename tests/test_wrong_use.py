@@ -133,7 +133,7 @@ tfmw.init({"cluster": {"worker": ["127.0.0.1:40001", "127.0.0.1:40002"]},
 def test_importing_tfmw_imports_no_tensorflow() -> None:
     script = "import sys, tfmw; print(sorted(m for m in sys.modules if 'tensorflow' in m))"
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     assert run.stdout.strip() == "[]"
 

@@ -90,11 +90,11 @@ def tensorboard(folder):
 
     def ask(path, **query):
         url = f"http://127.0.0.1:{port}/data/{path}?{urllib.parse.urlencode(query)}"
-        with urllib.request.urlopen(url, timeout=300) as answer:
+        with urllib.request.urlopen(url, timeout=30) as answer:
             return json.load(answer)
 
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 60
         while True:
             with contextlib.suppress(urllib.error.URLError):
                 # It answers before it has read all files.

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.process
 
 PROGRAM = str(PROGRAMS / "restart_fit.py")
 EPOCHS, STEPS = 3, 12
-HOLD_S = 600.0  # longest wait of a worker that a test is to kill
+HOLD_S = 120.0  # longest wait of a worker that a test is to kill
 # Words of TensorFlow's own collectives about a lost worker.
 OF_THE_GONE = "ring_alg|StartAbort"
 

@@ -864,13 +864,13 @@ def test_writes_run_in_the_background_one_at_a_time():
 
     def write(number: int) -> None:
         began.set()
-        assert may_end.wait(300)
+        assert may_end.wait(30)
         order.append(number)
 
     writer = BackgroundWriter(write, on_error=order.append)
     assert not writer.busy
     writer.submit(1)
-    assert began.wait(300)  # and submit has returned: the write is under way
+    assert began.wait(30)  # and submit has returned: the write is under way
     assert writer.busy
     assert order == []
     may_end.set()

@@ -78,17 +78,17 @@ def no_token(monkeypatch):
 def test_a_task_that_knows_the_token_is_greeted(token):
     with served() as task:
         assert is_greeted(task.address, hello())
-        assert task.greeted.get(timeout=300) == "worker 1"
+        assert task.greeted.get(timeout=30) == "worker 1"
 
 
 def test_a_forged_hello_is_not(token):
     with served() as task:
-        with socket.create_connection(addresses.split(task.address), timeout=300) as forged:
+        with socket.create_connection(addresses.split(task.address), timeout=30) as forged:
             Channel(forged).send(hello().message())
             received = until_closed(forged)
         assert b"problem" not in received  # a nonce and a proof
         assert is_greeted(task.address, hello(task="worker 2"))
-        assert task.greeted.get(timeout=300) == "worker 2"
+        assert task.greeted.get(timeout=30) == "worker 2"
         assert task.server.refused == 1
 
 
@@ -152,10 +152,10 @@ def test_a_recorded_conversation_cannot_be_repeated(token):
         recorder = Recorder(task.address)
         recorder.start()
         assert is_greeted(recorder.address, hello())
-        recorder.join(300)
-        assert task.greeted.get(timeout=300) == "worker 1"
+        recorder.join(30)
+        assert task.greeted.get(timeout=30) == "worker 1"
         assert b"worker 1" in recorder.sent
-        with socket.create_connection(addresses.split(task.address), timeout=300) as replayed:
+        with socket.create_connection(addresses.split(task.address), timeout=30) as replayed:
             replayed.sendall(recorder.sent)
             until_closed(replayed)
         assert task.greeted.empty()
@@ -178,9 +178,7 @@ def test_silent_connections_keep_nobody_out(kind, request):
     request.getfixturevalue(kind)
     with served() as task, contextlib.ExitStack() as stack:
         silent = [
-            stack.enter_context(
-                socket.create_connection(addresses.split(task.address), timeout=300)
-            )
+            stack.enter_context(socket.create_connection(addresses.split(task.address), timeout=30))
             for _ in range(SILENT)
         ]
         until_closed(silent[0])  # the oldest ones are
@@ -193,7 +191,7 @@ def test_a_task_of_another_run_cannot_join(no_token, caplog):
         assert not is_greeted(task.address, hello(run="7f, attempt 0"))
         assert is_greeted(task.address, hello(run="7f, attempt 1", task="worker 2"))
         assert is_greeted(task.address, hello(run="", task="worker 3"))  # started by hand
-        assert [task.greeted.get(timeout=300) for _ in range(2)] == ["worker 2", "worker 3"]
+        assert [task.greeted.get(timeout=30) for _ in range(2)] == ["worker 2", "worker 3"]
     (record,) = caplog.records
     assert "is of another run (7f, attempt 0), and cannot join" in record.getMessage()
 

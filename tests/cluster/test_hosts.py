@@ -24,9 +24,7 @@ def tfmw(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     env |= {"PYTHONPATH": str(ROOT), "TFMW_NO_INIT": "1", **environ}
     command = [sys.executable, "-m", "tfmw", *args]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=env, timeout=300, check=False
-    )
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
 
 
 def test_each_host_is_one_task() -> None:

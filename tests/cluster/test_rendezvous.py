@@ -158,7 +158,7 @@ def task(index: int, addresses: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def result(process: subprocess.Popen[str]) -> dict[str, Any]:
-    return json.loads(process.communicate(timeout=300)[0])
+    return json.loads(process.communicate(timeout=60)[0])
 
 
 def port_of(address: str) -> int:
@@ -260,7 +260,7 @@ def test_worker_ignores_another_server_at_the_chiefs_address(addresses, response
     two = addresses[:2]
     with task(1, two) as worker:
         with Foreign(two[0], response) as foreign:
-            assert foreign.visited.wait(300)
+            assert foreign.visited.wait(30)
         with task(0, two) as chief:
             assert (result(worker)["error"], result(chief)["error"]) == ("", "")
 

@@ -156,7 +156,7 @@ def test_workers_divide_the_making_of_indices(url, tmp_path, server, monkeypatch
     def recorded(path, kind, index_dir):
         if threading.current_thread().name not in {name for name, _ in made}:
             made.append((threading.current_thread().name, path))
-            begun.wait(300)
+            begun.wait(60)
         return index_of(path, kind, index_dir)
 
     def clusters():
@@ -268,7 +268,7 @@ def test_requests_of_several_batches_are_made_at_the_same_time(url, tmp_path, se
     both = threading.Barrier(2)
 
     def fault(number, method, key):
-        both.wait(300)
+        both.wait(120)
         server.fault = lambda number, method, key: None
 
     server.fault = fault

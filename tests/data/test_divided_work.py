@@ -200,7 +200,7 @@ def test_strangers_get_nothing_and_hold_nobody_up(exchanges) -> None:
     address = ("127.0.0.1", exchanges[0].port)
     with contextlib.ExitStack() as opened:
         strangers = [
-            opened.enter_context(socket.create_connection(address, timeout=300)) for _ in range(20)
+            opened.enter_context(socket.create_connection(address, timeout=30)) for _ in range(20)
         ]
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert source.workers[1][3][1]["y"] == 3

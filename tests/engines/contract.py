@@ -41,7 +41,7 @@ from tfmw.launcher.engines.job import ENDED
 
 OF_RAY = re.compile(r"import ray$|ray\.|os\.environ\[\"RAY_")
 PLAIN = {"TFMW_NO_INIT": "1"}
-TIMEOUT_S = 300
+TIMEOUT_S = 120
 
 
 def marked_copy(test: Any, mark: pytest.MarkDecorator) -> Any:
@@ -351,7 +351,7 @@ class Contract:
             assert job.status() == "running"
             job.cancel()
             assert job.status() == "cancelled"
-            assert wait_gone(tasks, timeout_s=300) == []
+            assert wait_gone(tasks, timeout_s=20) == []
             with pytest.raises(TaskFailed, match="it was cancelled"):
                 job.result(TIMEOUT_S)
         finally:
@@ -470,7 +470,7 @@ class HasController:
         wait_for(lambda: len(list(tmp_path.glob("up_*"))) == 2)
         tasks = list(marked(mark))
         os.kill(self.controller(engine, job), signal.SIGKILL)
-        assert wait_gone(tasks, timeout_s=300) == []
+        assert wait_gone(tasks, timeout_s=30) == []
         assert job.wait(TIMEOUT_S) == "lost"
         with pytest.raises(TaskFailed, match=f"has no result: {self.lost}"):
             job.result()

@@ -394,7 +394,7 @@ def test_a_signal_ends_the_workers_and_keeps_their_weights(number, arguments, sa
             if "backed up" in line:
                 break
         process.send_signal(number)
-        rest, _ = process.communicate(timeout=300)
+        rest, _ = process.communicate(timeout=60)
     finally:
         process.kill()
     output = "".join(lines) + rest

@@ -193,7 +193,7 @@ def test_job_whose_submission_fails_is_ended(
     with pytest.raises(error, match=said):
         tfmw.submit(runs_forever, (str(tmp_path),), on=Own(directory=tmp_path / "jobs"))
     monkeypatch.undo()
-    assert wait_gone(list(marked(mark)), timeout_s=300) == []
+    assert wait_gone(list(marked(mark)), timeout_s=30) == []
     assert list((tmp_path / "jobs/own").iterdir()) == []
 
 

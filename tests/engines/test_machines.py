@@ -29,7 +29,7 @@ from tests.helpers.slurm import OneMachine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.process, pytest.mark.timeout(600)]
 
-TIMEOUT_S = 300
+TIMEOUT_S = 250
 HEAD_PORT = 6379
 
 # Programs of a user. `engine` is the engine, and they print their findings, as JSON, at the end.

@@ -42,4 +42,4 @@ def test_trials_are_as_with_one_process_though_a_worker_is_killed(tmp_path: Path
         assert rate == expected_rate
         assert loss == pytest.approx(expected, rel=1e-5)
     assert result["left"] == []
-    assert wait_gone(list(marked(mark)), timeout_s=300) == []
+    assert wait_gone(list(marked(mark)), timeout_s=20) == []

@@ -120,7 +120,7 @@ class TestSlurm(FromAShell, HasController, Contract):
         wait_for(lambda: len(list(tmp_path.glob("up_*"))) == 2)
         tasks = list(marked(mark))
         assert slurm.run("scancel", job.id.partition(":")[2]).returncode == 0
-        assert wait_gone(tasks, timeout_s=300) == []
+        assert wait_gone(tasks, timeout_s=30) == []
         assert job.wait(TIMEOUT_S) == "cancelled"
         assert tfmw.attach(job.id, on=engine).status() == "cancelled"
         job.forget()

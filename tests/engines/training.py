@@ -138,7 +138,7 @@ def fits_in_workers_that_stay(engine: Engine, folder: Path, expected: tuple[Any,
             workers.run({}.__getitem__, "no such key")
         after = workers.run(os.getpid)
         assert set(after).isdisjoint(before)
-    assert wait_gone(after, timeout_s=300) == []
+    assert wait_gone(after, timeout_s=60) == []
 
 
 def fit_of_files(on: Any, folder: Path) -> tuple[Any, Any]:
@@ -174,7 +174,7 @@ def once_backed_up(engine: Engine, then: Callable[[Job], object]) -> threading.T
     before = {job.id for job in tfmw.jobs(engine)}
 
     def run() -> None:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             for job in tfmw.jobs(engine):
                 if job.id not in before and job.details().get("backup"):

@@ -102,7 +102,7 @@ def fetched(example: Example, sources: Path | None) -> str:
     kept = BUILD / "sources" / example.commit / example.path
     if not kept.exists():
         url = f"https://raw.githubusercontent.com/{example.repository}/{example.commit}/{example.path}"
-        with urllib.request.urlopen(url, timeout=300) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             source = answer.read()
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(source)

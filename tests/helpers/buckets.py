@@ -90,7 +90,7 @@ class Server:
         self.requests.append(f"{method} {key}")
         action = self.fault(len(self.requests), method, key)
         if isinstance(action, threading.Event):
-            assert action.wait(300)
+            assert action.wait(60)
         elif isinstance(action, int):
             code = _CODES.get(action, "SlowDown")
             start(f"{action} {code}", [("Content-Type", "text/xml")])

@@ -86,7 +86,7 @@ class Process:
             raise AssertionError(
                 f"{self.name} has not ended after {timeout_s} s:\n{self.output}"
             ) from None
-        self._reader.join(300)
+        self._reader.join(10)
         return status
 
     @property
@@ -113,7 +113,7 @@ class Process:
         """Kills it as the kernel would, if it still runs."""
         self._popen.send_signal(signal.SIGKILL)
         self._popen.wait()
-        self._reader.join(300)
+        self._reader.join(10)
         for stream in (self._popen.stdin, self._popen.stdout):
             assert stream is not None
             stream.close()

@@ -217,7 +217,7 @@ def tfmw_command(
     )
     try:
         yield process
-        process.wait(timeout=300)
+        process.wait(timeout=30)
         if process.returncode == -signal.SIGKILL:
             wait_gone([*marked(mark)], 30)  # nobody waits for those that its death ends
         assert not (left := marked(mark)), f"processes survive the run: {left}"

@@ -470,7 +470,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         for channel in (0, 1):
             send(channel, struct.pack("<H", port))
         try:
-            target = socket.create_connection(("127.0.0.1", port), timeout=300)
+            target = socket.create_connection(("127.0.0.1", port), timeout=5)
         except OSError as error:
             send(1, str(error).encode())
             return

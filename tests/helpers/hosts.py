@@ -283,7 +283,7 @@ class Hosts:
             self._news.notify_all()
 
     def wait_for(
-        self, host: int, pattern: str, timeout_s: float = 300.0, since: int = 0
+        self, host: int, pattern: str, timeout_s: float = 60.0, since: int = 0
     ) -> tuple[int, re.Match[str]]:
         """Waits until a host prints a line that matches, from the since-th line on.
 
@@ -302,7 +302,7 @@ class Hosts:
                     raise AssertionError(f"host {host} prints no {pattern!r}:\n{self.output()}")
 
     def wait_for_any(
-        self, pattern: str, timeout_s: float = 300.0, since: Sequence[int] | None = None
+        self, pattern: str, timeout_s: float = 90.0, since: Sequence[int] | None = None
     ) -> tuple[int, re.Match[str]]:
         """Waits until any host prints a line that matches; returns which, and the last match.
 
@@ -334,7 +334,7 @@ class Hosts:
             return len(self.lines[host])
 
     def steps(
-        self, host: int, count: int = 1, hosts: int | None = None, timeout_s: float = 300.0
+        self, host: int, count: int = 1, hosts: int | None = None, timeout_s: float = 90.0
     ) -> tuple[int, float]:
         """Waits for new steps on a host, in an attempt of so many hosts.
 
@@ -361,7 +361,7 @@ class Hosts:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def wait_for_leader(self, other_than: int, timeout_s: float = 300.0) -> int:
+    def wait_for_leader(self, other_than: int, timeout_s: float = 60.0) -> int:
         """Waits until another host leads; returns which."""
         deadline = time.monotonic() + timeout_s
         while (leader := self.leader()) == other_than:
@@ -403,7 +403,7 @@ class Hosts:
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"no end:\n{self.output()}") from None
         for reader in self._readers:
-            reader.join(timeout=300)
+            reader.join(timeout=30)
         assert not (left := marked(self._mark)), f"processes survive the run: {left}"
         return statuses
 

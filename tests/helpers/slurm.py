@@ -183,7 +183,7 @@ class OneMachine:
             daemon.terminate()
         for daemon in self._daemons.values():
             try:
-                daemon.wait(timeout=300)
+                daemon.wait(timeout=20)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

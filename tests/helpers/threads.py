@@ -17,9 +17,9 @@ class Exchange:
     def of(self, rank: int) -> Callable[[Any], list[Any]]:
         def from_all(value: Any) -> list[Any]:
             self._values[rank] = value
-            self._barrier.wait(300)
+            self._barrier.wait(60)
             values = list(self._values)
-            self._barrier.wait(300)
+            self._barrier.wait(60)
             return values
 
         return from_all
@@ -39,6 +39,6 @@ def in_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(300)
+        thread.join(60)
         assert not thread.is_alive()
     return results

@@ -162,7 +162,7 @@ def test_a_recorded_conversation_cannot_be_replayed(hosts, leader):
             peer.links.dial_host(0)
             assert peer.next() == ("leader_connected", 0)
             peer.links.to_leader(Ready((7,)))
-            thread.join(timeout=300)
+            thread.join(timeout=20)
         assert leader.next() == ("member_connected", 1)
         assert leader.next()[0] == "from_member"
         assert leader.next() == ("from_member", 1, Ready((7,)))

@@ -150,7 +150,7 @@ class Stalling:
         self.asked.set()
         if self._stalls is None:
             raise OSError("stale file handle")
-        assert self._stalls.wait(300)
+        assert self._stalls.wait(20)
 
     def release(self) -> None:
         self.released.set()
@@ -163,9 +163,9 @@ def test_a_lock_with_which_nobody_leads_is_given_back(stalls):
     events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     with LeaseKeeper(lease, events) as keeper:
         keeper.campaigning = True
-        assert lease.asked.wait(300)
+        assert lease.asked.wait(20)
         goes_on.set()
-        assert lease.released.wait(300)
+        assert lease.released.wait(20)
         while not events.empty():
             assert events.get()[0] != "lease_gained"
 

@@ -167,7 +167,7 @@ def fetched(suite: Suite, version: str) -> Path:
     BUILD.mkdir(parents=True, exist_ok=True)
     if suite.repository:
         url = f"https://codeload.github.com/{suite.repository}/tar.gz/refs/tags/v{version}"
-        with urllib.request.urlopen(url, timeout=300) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             checkout = io.BytesIO(answer.read())
         with tempfile.TemporaryDirectory(dir=BUILD) as temporary:
             with tarfile.open(fileobj=checkout) as tar:

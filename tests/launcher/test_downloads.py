@@ -243,7 +243,7 @@ class TestGateway:
     @pytest.mark.parametrize("chunked", [False, True])
     def test_a_body_arrives_whole(self, gateway, chunked):
         with serving(Outside) as port:
-            connection = http.client.HTTPConnection("127.0.0.1", gateway, timeout=300)
+            connection = http.client.HTTPConnection("127.0.0.1", gateway, timeout=10)
             parts = [b"0123456789" * 10**5, b"end"]
             body = iter(parts) if chunked else b"".join(parts)
             connection.request(

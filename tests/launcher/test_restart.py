@@ -781,7 +781,7 @@ def serving(tmp_path: Path) -> Iterator[Any]:
 def test_row_14_a_preempted_launcher_lets_the_tasks_save(serving, number, options):
     launcher, pids = serving("*@0=serve", options=options)
     launcher.send_signal(number)
-    output, _ = launcher.communicate(timeout=300)
+    output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == PREEMPTED
     assert "same command resumes the run" in output.splitlines()[-1]
     assert wait_gone(pids, 0) == []
@@ -793,7 +793,7 @@ def test_all_elastic_workers_are_told_to_save(serving, tmp_path, who):
     options = ("--elastic", "--max-restarts=1", "--preempt-grace=600")
     launcher, pids = serving("*@0=serve_alone", options=options)
     os.kill(launcher.pid if who == "the launcher" else pids[1], signal.SIGTERM)
-    output, _ = launcher.communicate(timeout=300)
+    output, _ = launcher.communicate(timeout=60)
     if who == "the launcher":
         assert launcher.returncode == PREEMPTED
         assert "same command resumes the run" in output.splitlines()[-1]
@@ -807,7 +807,7 @@ def test_all_elastic_workers_are_told_to_save(serving, tmp_path, who):
 def test_row_14_tasks_that_do_not_save_end_by_the_signal(serving):
     launcher, pids = serving("*@0=wait", options=("--max-restarts", "3"))
     launcher.terminate()
-    launcher.communicate(timeout=300)
+    launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGTERM
     assert wait_gone(pids, 0) == []
 
@@ -817,7 +817,7 @@ def test_row_14_the_grace_is_bounded(serving):
     launcher, pids = serving("*@0=stubborn", options=("--preempt-grace", "0.5"))
     begin = time.monotonic()
     launcher.terminate()
-    launcher.communicate(timeout=300)
+    launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGTERM
     assert time.monotonic() - begin > 0.5
     assert wait_gone(pids, 0) == []
@@ -827,7 +827,7 @@ def test_row_14_a_second_signal_ends_everything_at_once(serving):
     launcher, pids = serving("*@0=stubborn", options=("--preempt-grace", "10000"))
     launcher.terminate()
     launcher.send_signal(signal.SIGUSR1)
-    launcher.communicate(timeout=300)
+    launcher.communicate(timeout=60)
     assert wait_gone(pids, 0) == []
 
 

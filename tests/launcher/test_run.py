@@ -159,7 +159,7 @@ class TestSuccess:
             PROGRAM,
             env={**NO_INIT, "TMPDIR": str(tmp_path), "TFMW_RESULT": "/nowhere"},
         ) as p:
-            failed, _ = p.communicate(timeout=300)
+            failed, _ = p.communicate(timeout=60)
         assert p.returncode == 1
         kept = list(tmp_path.glob("tfmw-*/attempt_0/worker_0/output.log"))
         assert len(kept) == 1
@@ -171,7 +171,7 @@ class TestSuccess:
             PROGRAM,
             env={**NO_INIT, "TMPDIR": str(tmp_path), "TFMW_RESULT": str(tmp_path)},
         ) as p:
-            p.communicate(timeout=300)
+            p.communicate(timeout=60)
         assert p.returncode == 0
         assert len(list(tmp_path.glob("tfmw-*"))) == 1  # fmt: skip
 
@@ -382,7 +382,7 @@ class TestEnd:
         launcher, pids = waiting
         assert len(pids) == 5  # with the reaper, see `_spawn`
         launcher.send_signal(number)
-        output, _ = launcher.communicate(timeout=300)
+        output, _ = launcher.communicate(timeout=60)
         assert launcher.returncode == status
         assert number.name in output.splitlines()[-1]
         assert wait_gone(pids, 0) == []
@@ -446,7 +446,7 @@ class TestEnd:
             assert launcher.stdout
             launcher.stdout.readline()
             launcher.stdout.close()
-            assert launcher.wait(timeout=300) == 128 + signal.SIGPIPE
+            assert launcher.wait(timeout=60) == 128 + signal.SIGPIPE
 
     def test_a_run_outlives_its_terminal(self, tmp_path):
         """The run continues as after `disown`: no SIGHUP arrives, and output fails."""
@@ -548,7 +548,7 @@ class TestOutput:
             (tmp_path / "second_half").touch()
             shown += self.until(ours, None)
             os.close(ours)
-            assert launcher.wait(timeout=300) == 0
+            assert launcher.wait(timeout=60) == 0
         text = shown.decode().replace("\r\n", "\n")
         bar = "\r1/2 \x1b[32m=\x1b[0m."
         assert text == (

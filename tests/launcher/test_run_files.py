@@ -21,7 +21,7 @@ from tfmw.cli.main import main
 from tfmw.launcher import run_files
 from tfmw.launcher.run_status import RunStatus
 
-PATIENCE_S = 300
+PATIENCE_S = 60
 
 SCRIPT = """
 import sys

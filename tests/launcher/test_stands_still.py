@@ -27,7 +27,7 @@ pytestmark = pytest.mark.process
 
 PROGRAM = str(PROGRAMS / "stands_still.py")
 PAGE = (ROOT / "docs/howto/debug.md").read_text()
-PATIENCE_S = 300
+PATIENCE_S = 120
 
 
 def shown(*command: str) -> str:
@@ -80,7 +80,7 @@ def started(tmp_path: Path, fault: str, *options: str) -> Iterator[subprocess.Po
     with tfmw_command(*command, PROGRAM, str(tmp_path), env=env) as run:
         yield run
         run.terminate()
-        run.communicate(timeout=300)
+        run.communicate(timeout=60)
 
 
 @pytest.mark.nightly

@@ -245,7 +245,7 @@ def test_members_that_differ_are_refused(threads: ThreadPoolExecutor) -> None:
     with serving(2) as member:
         models = ((member(0), "a model"), (member(1), "another model"))
         joins = [threads.submit(client.join, model, 0) for client, model in models]
-        refused, _ = wait(joins, timeout=300, return_when=FIRST_COMPLETED)
+        refused, _ = wait(joins, timeout=10, return_when=FIRST_COMPLETED)
         (error,) = (future.exception() for future in refused)
         assert isinstance(error, UsageError)
         assert "members of the rounds differ" in str(error)
@@ -305,7 +305,7 @@ def test_the_program_ends_with_its_input() -> None:
         client.enter()
         assert client.fact("a", [1, 2]) == [1, 2]
         server.stdin.close()
-        assert server.wait(300) == 0
+        assert server.wait(20) == 0
         client.leave()
 
 
@@ -378,7 +378,7 @@ def test_no_thread_is_left() -> None:
     with serving(1) as member:
         member(0)
     for thread in set(threading.enumerate()) - before:
-        thread.join(300)
+        thread.join(5)
     assert set(threading.enumerate()) <= before
 
 
@@ -413,8 +413,8 @@ def test_the_server_waits_for_descriptors(monkeypatch: pytest.MonkeyPatch) -> No
     listener: Any = _WithoutDescriptors(sockets.listen("127.0.0.1"))
     with RoundServer(1, KEY, listener):
         for _ in range(3):
-            listener.asked.get(timeout=300)
-        assert [pauses.get(timeout=300) for _ in range(2)] == [0.1, 0.1]
+            listener.asked.get(timeout=60)
+        assert [pauses.get(timeout=60) for _ in range(2)] == [0.1, 0.1]
         listener.left = True
         client = RoundClient(f"127.0.0.1:{listener.getsockname()[1]}", 0, 1, KEY)
         client.enter()

@@ -218,7 +218,7 @@ def test_data_sent_before_the_end_of_a_worker_counts(joined):
 
     def late(into: Array) -> Array | None:
         takes.append(into)
-        assert len(takes) < 3 or has_left.wait(300)  # after the header and the first half
+        assert len(takes) < 3 or has_left.wait(20)  # after the header and the first half
         taken: Array | None = take(into)
         while taken is None and len(takes) < 3:
             taken = take(into)
@@ -334,7 +334,7 @@ def test_a_waiting_worker_sleeps_until_its_ring_is_closed(joined, monkeypatch):
         if rank == 1:  # takes no part
             waits: set[int] = set()
             while len(waits) < 2:
-                waits.add(waiting.get(timeout=300))
+                waits.add(waiting.get(timeout=60))
             for each in (0, 2):
                 rings[each].close()
             return waits

@@ -79,7 +79,7 @@ def end_process(control):
 
 def joined(threads):
     for thread, _ in threads:
-        thread.join(300)
+        thread.join(10)
         assert not thread.is_alive()
     return [raised for _, raised in threads]
 
@@ -123,7 +123,7 @@ def test_the_silence_of_tensorflows_connections_is_limited(addresses):
     with socket.create_server((host, int(port))):
         control.wait_for_all(10)
         with socket.create_connection((host, int(port))) as connection:  # later than theirs
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + 60
             while not connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):
                 assert time.monotonic() < deadline
                 threading.Event().wait(0.05)

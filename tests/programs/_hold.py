@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-LONGEST_S = 600.0
+LONGEST_S = 120.0
 
 
 def hold_at(path: Path, point: str, worker: int, after: int) -> None:

@@ -30,7 +30,7 @@ found: dict[str, Any] = {"namespace": os.readlink("/proc/self/ns/net")}
 
 def read(url: str) -> str:
     try:
-        with urllib.request.urlopen(url, timeout=300) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             body: bytes = response.read()
     except urllib.error.HTTPError as error:
         return f"{error.code} {error.reason}"
@@ -50,10 +50,10 @@ found["sum"] = float(strategy.experimental_local_results(add())[0])
 
 for scheme, address in (("http", http), ("https", https)):
     found[f"urllib {scheme}"] = read(f"{address}/file")
-    found[f"requests {scheme}"] = requests.get(f"{address}/file", timeout=300).text
+    found[f"requests {scheme}"] = requests.get(f"{address}/file", timeout=60).text
     with requests.Session() as session:  # connections that are kept
         sent = [
-            session.post(f"{address}/echo", data=body, timeout=300) for body in ("a", "b" * 10**6)
+            session.post(f"{address}/echo", data=body, timeout=60) for body in ("a", "b" * 10**6)
         ]
     found[f"post {scheme}"] = [len(response.text) for response in sent]
     target = str(folder / scheme)

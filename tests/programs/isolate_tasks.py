@@ -17,7 +17,7 @@ message = ""
 if "look-up" in sys.argv:
     socket.getaddrinfo("data.invalid", 80)
 if "download" in sys.argv:
-    urllib.request.urlopen("http://data.invalid/mnist.npz", timeout=300)
+    urllib.request.urlopen("http://data.invalid/mnist.npz", timeout=60)
 if config["task"]["index"] == 0:
     with socket.create_server(("", int(port))) as server:
         connection, _ = server.accept()

@@ -56,7 +56,7 @@ for index, inside in enumerate((here, there)):
         )
 try:
     logs = [directory / f"task_{index}.log" for index in range(2)]
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 90
     while not all("epoch 3\n" in log.read_text() for log in logs):
         assert time.monotonic() < deadline, [log.read_text() for log in logs]
         assert not any(task.poll() for task in tasks), [log.read_text() for log in logs]

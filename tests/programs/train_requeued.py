@@ -30,7 +30,7 @@ if cluster.is_chief:
 
 def wait_until_srun_ends_this_task() -> None:
     # The signal is ignored by now, so the log, which srun writes, is all there is to go by.
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 60
     while "srun: launch/slurm: _step_signal: Terminating" not in (folder / "log").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -54,7 +54,7 @@ class Told(keras.callbacks.Callback):
         # Not checked: the signal is for all processes of the job, scancel among them.
         command = ["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]]
         subprocess.run(command, check=False)
-        assert came.wait(300)
+        assert came.wait(60)
         atexit.register(wait_until_srun_ends_this_task)
 
 

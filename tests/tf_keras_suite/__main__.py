@@ -54,7 +54,7 @@ def fetched() -> Path:
     """A folder with the checkout's tests; downloads it once."""
     folder = BUILD / f"tf-keras-{COMMIT}"
     if not folder.exists():
-        with urllib.request.urlopen(URL, timeout=300) as answer:
+        with urllib.request.urlopen(URL, timeout=60) as answer:
             archive = io.BytesIO(answer.read())
         BUILD.mkdir(parents=True, exist_ok=True)
         with tarfile.open(fileobj=archive) as tar:

@@ -27,7 +27,7 @@ from tfmw.observe.metrics_server import METRICS_FILE
 from tfmw.observe.step_times import StepTimes
 from tfmw.train.reporter import Reporter
 
-PATIENCE_S = 300
+PATIENCE_S = 120
 
 
 def parsed(text: str) -> dict[str, float]:
