@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import io
 from pathlib import Path
@@ -37,7 +38,7 @@ from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
 from tfmw.launcher.result import Result
 from tfmw.launcher.run import return_values
 
-NAMES = "abcdef"
+Name = tuple[int, int]  # the attempt and the rank of a connection
 FACTS = {"Python": "3.12", "keras": "3.15.1"}
 
 
@@ -45,14 +46,14 @@ class FakeLinks:
     """Records the messages sent to each connection, by its name."""
 
     def __init__(self) -> None:
-        self.sent: dict[str, list[Message]] = {name: [] for name in NAMES}
-        self.dropped: list[str] = []
+        self.sent: dict[Name, list[Message]] = collections.defaultdict(list)
+        self.dropped: list[Name] = []
 
-    def to_member(self, name: str, message: Message) -> None:
+    def to_member(self, name: Name, message: Message) -> None:
         encode(message)
         self.sent[name].append(message)
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: Name) -> None:
         self.dropped.append(name)
 
 
@@ -103,15 +104,16 @@ class World:
         )
         self.attempt.start(4000)
 
-    def say(self, rank: int, message: Message) -> None:
-        self.attempt.handle("from_member", NAMES[rank], message)
+    def say(self, rank: int, message: Message, attempt: int = 3) -> None:
+        self.attempt.handle("from_member", (attempt, rank), message)
 
-    def sent(self, rank: int) -> list[Any]:
-        return self.links.sent[NAMES[rank]]
+    def sent(self, rank: int, attempt: int = 3) -> list[Any]:
+        return self.links.sent[attempt, rank]
 
     def hello(self, rank: int, **other: Any) -> None:
         hello = AgentHello(rank, 3, f"h{rank}", f"10.0.0.{rank}", 5000 + rank, FACTS)
-        self.say(rank, dataclasses.replace(hello, **other))
+        hello = dataclasses.replace(hello, **other)
+        self.say(rank, hello, hello.attempt)
 
     def begun(self) -> World:
         for rank in reversed(range(self.count)):
@@ -236,7 +238,7 @@ def test_results_output_and_backups() -> None:
     assert (world.folder / BACKUP).read_bytes() == b"tar"
     assert world.attempt.details()["backup"] == "step_9"
     world.attempt.end()
-    assert set(world.links.dropped) == {"a", "b"}
+    assert set(world.links.dropped) == {(3, 0), (3, 1)}
 
 
 def test_the_chief_gets_the_backup_that_was_kept() -> None:
@@ -274,7 +276,7 @@ def test_the_cause_is_waited_for_where_a_task_only_lost_another() -> None:
 
 def test_lost_connection_is_a_failure_from_outside() -> None:
     world = World().begun()
-    world.attempt.handle("member_lost", "b", "silent")
+    world.attempt.handle("member_lost", (3, 1), "silent")
     assert world.attempt.look()
     assert world.cause.external
     assert (world.cause.task, world.cause.how) == ("worker 1 on h1", "its connection was lost")
@@ -285,7 +287,7 @@ def test_engine_may_tell_why_a_connection_was_lost() -> None:
     told, silent = World().begun(), World().begun()
     for world in (told, silent):
         world.tasks.tells_s = 5.0
-        world.attempt.handle("member_lost", "b", "silent")
+        world.attempt.handle("member_lost", (3, 1), "silent")
         assert not world.attempt.look()
         world.now += 4.0
         assert not world.attempt.look()
@@ -298,7 +300,7 @@ def test_engine_may_tell_why_a_connection_was_lost() -> None:
     ends = World().begun()  # a connection that ends after the task's result is no failure
     ends.tasks.tells_s = 5.0
     ends.ended(1)
-    ends.attempt.handle("member_lost", "b", "silent")
+    ends.attempt.handle("member_lost", (3, 1), "silent")
     ends.now += 6.0
     assert not ends.attempt.look()
 
@@ -338,10 +340,11 @@ def test_task_that_does_not_connect_is_named() -> None:
 def test_tasks_of_another_attempt_are_refused() -> None:
     world = World()
     world.hello(0, attempt=2)
-    assert isinstance(world.sent(0)[0], End)
+    assert isinstance(world.sent(0, attempt=2)[0], End)
     world.begun()
-    world.say(2, AgentHello(0, 3, "h2", "", 1, FACTS))
-    assert isinstance(world.sent(2)[0], End)
+    world.hello(0, host="h2")
+    assert isinstance(world.sent(0)[-1], End)
+    assert world.attempt.label(0) == "worker 0 on h0"
 
 
 def test_peers_of_tasks_that_saved_their_state_have_not_failed() -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 import json
 import pickle
 import queue
@@ -60,7 +58,6 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._connections = itertools.count()
         self._policy = RestartPolicy(self.spec.setup.options, self.spec.workers[1])
         self._policy.division = Division(at=goodput.now())
         self._written: dict[str, Any] = {}
@@ -123,8 +120,6 @@ class Controller:
         self._display = Display(self._output, LIVE if self.spec.setup.live else None)
         own = self.spec, self.tasks, self.folder, self._links, self._display
         self._last = JobAttempt(*own, number, count, self._policy)
-        if self._calls is not None:
-            self._last.answered = functools.partial(self._calls.answered, count)
         self._grow_at, self._asked = now + _GROW_EVERY_S, False
         self._last.start(self._port)
         return self._last
@@ -153,11 +148,11 @@ class Controller:
     def notify(self, text: str) -> None:
         self._display.line(f"tfmw: {text}")
 
-    def _welcome(self, hello: Message) -> int:
-        """Name for a new connection: tasks of several attempts may have one rank."""
+    def _welcome(self, hello: Message) -> tuple[int, int]:
+        """Name for a new connection."""
         if not isinstance(hello, AgentHello):
             raise ValueError("no task of this job")
-        return next(self._connections)
+        return hello.attempt, hello.rank
 
     def _first_attempt(self) -> int:
         """Number of the first attempt: 0, or the next one of a job that was queued again."""
@@ -179,7 +174,7 @@ class Controller:
         if attempt.phase == "running":
             self._say(state="running", **attempt.details(), **self._counted())
             if self._calls is not None:
-                self._calls.look(attempt.call, attempt.ask_to_leave)
+                self._calls.look(attempt)
         if self._cancelled():
             return True
         if self.stop.received and not self._asked:

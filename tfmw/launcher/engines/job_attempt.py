@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,8 @@ LOST_S = 2.0
 
 @dataclasses.dataclass
 class TaskState:
-    """One task: the name of its connection, its hello, and its result."""
+    """One task: its hello, its last step, and its result."""
 
-    name: Hashable
     hello: messages.AgentHello
     step: int = -1
     result: bytes = b""
@@ -53,7 +52,10 @@ class TaskState:
 
 @dataclasses.dataclass
 class JobAttempt:
-    """All tasks of one attempt; `ending` collects their ends."""
+    """All tasks of one attempt, by their ranks; `ending` collects their ends.
+
+    A connection's name is (number of the attempt, rank).
+    """
 
     spec: JobSpec
     tasks: Tasks
@@ -63,15 +65,13 @@ class JobAttempt:
     number: int
     count: int  # number of tasks
     policy: RestartPolicy  # counts restarts of single tasks
-    # Called with the rank, the number and the outcome of each call of a task that stays.
-    answered: Callable[[int, int, bytes], None] = lambda *_: None
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.phase = "gathering"
         self.layout = self.spec.layout(self.count)
         self.members: dict[int, TaskState] = {}
-        self._ranks: dict[Hashable, int] = {}
+        self.answers: dict[int, bytes] = {}  # outcomes of the last call of tasks that stay
         self._cut: set[int] = set()  # tasks whose connections were lost
         self._gone: dict[int, float] = {}  # times of the first sign that a task is lost
         self.notices: dict[int, str] = {}  # notices that tasks have got themselves; see `Tasks`
@@ -95,29 +95,22 @@ class JobAttempt:
         contact = Contact(self.tasks.hosts(), port, self.spec.token, self.number)
         self.tasks.start(self.layout, contact)
 
-    def handle(self, event: str, name: Hashable, *what: Any) -> None:
+    def handle(self, event: str, name: tuple[int, int], *what: Any) -> None:
         """Processes an event of a connection."""
-        rank = self._ranks.get(name)
-        if event == "from_member" and rank is None:
-            self._welcome(name, *what)
-        elif event == "from_member" and rank is not None:
-            self._receive(rank, self.members[rank], *what)
-        elif event == "member_lost" and rank is not None:
-            self._cut.add(rank)
-
-    def _welcome(self, name: Hashable, hello: messages.Message) -> None:
-        if (
-            isinstance(hello, messages.AgentHello)
-            and hello.attempt == self.number
-            and self.phase == "gathering"
-            and hello.rank not in self.members
-        ):
-            self._ranks[name] = hello.rank
-            self.members[hello.rank] = TaskState(name, hello)
-            if len(self.members) == self.count:
-                self._check()
-        else:
-            self.links.to_member(name, messages.End(self.number))  # this attempt has its tasks
+        number, rank = name
+        known = number == self.number and rank in self.members
+        match event, *what:
+            case "from_member", messages.AgentHello() as hello:
+                if known or number != self.number or self.phase != "gathering":
+                    self.links.to_member(name, messages.End(self.number))  # it has its tasks
+                    return
+                self.members[rank] = TaskState(hello)
+                if len(self.members) == self.count:
+                    self._check()
+            case "from_member", message if known:
+                self._receive(rank, self.members[rank], message)
+            case "member_lost", _ if known:
+                self._cut.add(rank)
 
     def _receive(self, rank: int, member: TaskState, message: messages.Message) -> None:
         match message:
@@ -139,8 +132,8 @@ class JobAttempt:
                 allowed = goes_on and self.policy.allows_restart_alone()
                 reply = messages.RestartReply(attempt, task, allowed, self.policy.restarts)
                 self._send(rank, reply)
-            case messages.Answer(number=number, body=body):
-                self.answered(rank, number, body)
+            case messages.Answer(body=body):
+                self.answers[rank] = body
             case messages.Ended(report=report, body=body):
                 member.result = body
                 now, reports = self.clock(), self.ending.reports
@@ -153,7 +146,7 @@ class JobAttempt:
         return [self.members[rank] for rank in sorted(self.members)]
 
     def _send(self, rank: int, message: messages.Message) -> None:
-        self.links.to_member(self.members[rank].name, message)
+        self.links.to_member((self.number, rank), message)
 
     def _check(self) -> None:
         """Compares versions; starts the tasks if all are the same."""
@@ -229,7 +222,8 @@ class JobAttempt:
         return attempt.must_end(now) or not attempt.running
 
     def call(self, number: int, body: bytes) -> None:
-        """Sends a call to all tasks, which stay."""
+        """Sends a call to all tasks, which stay; `answers` gets its outcomes."""
+        self.answers = {}
         for rank in self.members:
             self._send(rank, messages.Call(number, body))
 
@@ -248,8 +242,8 @@ class JobAttempt:
         for rank in self.members:
             self._send(rank, messages.End(self.number))
         self.tasks.end()
-        for member in self.members.values():
-            self.links.drop(member.name)
+        for rank in self.members:
+            self.links.drop((self.number, rank))
 
     def results(self) -> dict[str, bytes]:
         """The pickled result of the function in each task that does not serve, by its name."""

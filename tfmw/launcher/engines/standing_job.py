@@ -28,6 +28,7 @@ from tfmw.launcher import call
 from tfmw.launcher.engines import own_files, submit
 from tfmw.launcher.engines.engine import Engine
 from tfmw.launcher.engines.job import BACKUP, ENDED
+from tfmw.launcher.engines.job_attempt import JobAttempt
 from tfmw.launcher.output import is_watched
 
 CALLER = "caller"
@@ -152,7 +153,6 @@ class Calls:
     def __post_init__(self) -> None:
         self._last, self._heard_at = b"", self.clock()
         self._number = 0  # number of the last call
-        self._answers: dict[int, bytes] = {}
 
     @property
     def caller_gone(self) -> bool:
@@ -161,29 +161,20 @@ class Calls:
             self._last, self._heard_at = data, self.clock()
         return self.clock() - self._heard_at > SILENCE_S
 
-    def look(self, send: Callable[[int, bytes], None], leave: Callable[[], None]) -> None:
-        """Passes on what the caller asks for.
-
-        Args:
-            send: sends the call of a number to all tasks.
-            leave: asks the tasks to end the call after the current step.
-        """
+    def look(self, attempt: JobAttempt) -> None:
+        """Passes on the requests of the caller, and the answers once all tasks have answered."""
         if call := self._take(f"call-{self._number + 1}"):
-            self._number, self._answers = self._number + 1, {}
-            send(self._number, call)
+            self._number += 1
+            attempt.call(self._number, call)
         if self._take(f"leave-{self._number}"):
-            leave()
+            attempt.ask_to_leave()
+        if len(attempt.answers) == attempt.count:
+            answers = [attempt.answers.pop(rank) for rank in range(attempt.count)]
+            own_files.write(self.folder / f"answer-{self._number}", pickle.dumps(answers))
+            (self.folder / f"answer-{self._number - 1}").unlink(missing_ok=True)
 
     def _take(self, name: str) -> bytes:
         """Reads and removes a file of the caller; b"" if there is none."""
         if data := own_files.read(self.folder, name):
             (self.folder / name).unlink()
         return data
-
-    def answered(self, count: int, rank: int, number: int, body: bytes) -> None:
-        """Records the result of one of `count` tasks, and writes all once they are complete."""
-        self._answers[rank] = body
-        if len(self._answers) == count:
-            answers = [self._answers[rank] for rank in range(count)]
-            own_files.write(self.folder / f"answer-{number}", pickle.dumps(answers))
-            (self.folder / f"answer-{number - 1}").unlink(missing_ok=True)
