@@ -1,6 +1,6 @@
-"""Engines whose controller is a process and whose files are in a folder: Slurm and local.
+"""Engines whose jobs are processes, and whose files are in a folder: Slurm and local.
 
-    folder = write_job(root / "3fa9c2", spec, payload)     # in the submitting process
+    folder = write_job(root, spec, payload)                 # in the submitting process
     control(folder, tasks)                                 # in the controller's process
     FolderJob(engine, number, folder).read("status.json")   # in any process that sees the folder
 
@@ -9,6 +9,7 @@ Only its owner can access the folder, as it holds the job's token, and pickles (
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import json
@@ -16,8 +17,11 @@ import os
 import pickle
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from tfmw.cluster.signals import Signals
 from tfmw.errors import UsageError
@@ -28,13 +32,36 @@ from tfmw.launcher.engines.agent import CONTACT, PAYLOAD
 from tfmw.launcher.engines.controller import Controller
 from tfmw.launcher.engines.engine import Contact, Engine, JobSpec, Tasks
 from tfmw.launcher.engines.job import Job
+from tfmw.launcher.failure import describe_status, tail
 
 SPEC = "spec.pickle"
+
+_END_S = 10.0  # time for a process to end by itself, and after SIGTERM
+
+
+class FolderJob(Job):
+    """A job with a folder; subclasses add `_state` and `_kill`."""
+
+    def __init__(self, engine: Engine, number: str, folder: Path) -> None:
+        super().__init__(engine, number)
+        self.folder = folder
+
+    def read(self, name: str, offset: int = 0) -> bytes:
+        return own_files.read(self.folder, name, offset)
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        own_files.write(self.folder / name, data)
+
+    def forget(self) -> None:
+        target = self.folder.resolve()
+        if self.folder.is_symlink():
+            self.folder.unlink()
+        shutil.rmtree(target, ignore_errors=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderEngine(Engine):
-    """An engine whose jobs have a folder.
+    """An engine whose jobs have a folder. Subclasses add `_start`, and the class of their jobs.
 
     Args:
         directory: parent of each job's folder, shared by all of its hosts; by default `.tfmw` in
@@ -42,6 +69,35 @@ class FolderEngine(Engine):
     """
 
     directory: str | os.PathLike[str] | None = None
+
+    _job: ClassVar[type[FolderJob]]
+
+    @abc.abstractmethod
+    def _start(self, folder: Path, spec: JobSpec, undo: contextlib.ExitStack) -> str:
+        """Starts the controller of the job in a folder; returns the job's number.
+
+        Args:
+            folder: the folder.
+            spec: the job.
+            undo: gets callbacks that end after an error what has been started.
+        """
+
+    def submit(self, spec: JobSpec, payload: Payload) -> FolderJob:
+        with contextlib.ExitStack() as undo:
+            try:
+                folder = write_job(self.root, spec, payload)
+                undo.callback(shutil.rmtree, folder, ignore_errors=True)
+                job = self.attach(self._start(folder, spec, undo))
+            except OSError as error:
+                raise UsageError(
+                    f"the job cannot be started from {self.root}: {error}. If this folder cannot "
+                    "be used, name another one by directory=, which all hosts of the job share."
+                ) from error
+            undo.pop_all()
+            return job
+
+    def attach(self, number: str) -> FolderJob:
+        return self._job(self, number, self.folder(number))
 
     @property
     def root(self) -> Path:
@@ -67,42 +123,13 @@ class FolderEngine(Engine):
 
 
 def write_job(root: Path, spec: JobSpec, payload: Payload) -> Path:
-    """Creates the folder of a job; returns it.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
+    """Creates the folder of a job; returns it."""
     folder = root / secrets.token_hex(4)
-    try:
-        folder.mkdir(parents=True, mode=0o700)
-        with open(folder / PAYLOAD, "wb", opener=own_files.private) as file:
-            call.write(payload, file)
-        own_files.write(folder / SPEC, pickle.dumps(spec))
-    except OSError as error:
-        raise UsageError(
-            f"the job's folder {folder} cannot be written ({error.strerror}): name another one "
-            "by directory=, which all hosts of the job share."
-        ) from error
+    folder.mkdir(parents=True, mode=0o700)
+    with open(folder / PAYLOAD, "wb", opener=own_files.private) as file:
+        call.write(payload, file)
+    own_files.write(folder / SPEC, pickle.dumps(spec))
     return folder
-
-
-@contextlib.contextmanager
-def submitting(folder: Path) -> Iterator[contextlib.ExitStack]:
-    """Removes a job's folder after an error.
-
-    Yields:
-        A stack of callbacks that end the started parts of the job after an error.
-
-    Raises:
-        UsageError: a file cannot be written, or a process cannot be started.
-    """
-    with contextlib.ExitStack() as undo:
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        try:
-            yield undo
-        except OSError as error:
-            raise UsageError(f"the job cannot be started from {folder.parent}: {error}.") from error
-        undo.pop_all()
 
 
 def write_contact(folder: Path, contact: Contact) -> None:
@@ -117,21 +144,43 @@ def control(folder: Path, make_tasks: Callable[[Path], Tasks]) -> str:
         return Controller(spec, make_tasks(folder), folder, stop).run()
 
 
-class FolderJob(Job):
-    """A job with a folder; subclasses add `_state` and `_kill`."""
+class FolderTasks(Tasks):
+    """Tasks in processes that the controller starts; several may be in one."""
 
-    def __init__(self, engine: Engine, number: str, folder: Path) -> None:
-        super().__init__(engine, number)
+    process_name = ""
+    """Name of such a process in reasons, as "srun"; "": it is the task's own."""
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._running: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}  # by rank, with its log
 
-    def read(self, name: str, offset: int = 0) -> bytes:
-        return own_files.read(self.folder, name, offset)
+    def run(
+        self,
+        ranks: Iterable[int],
+        command: Sequence[str],
+        log: str,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts the process of some tasks, whose own output is in a file of the folder."""
+        with open(self.folder / log, "wb") as file:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env
+            )
+        self._running |= dict.fromkeys(ranks, (process, self.folder / log))
 
-    def write(self, name: str, data: bytes | memoryview) -> None:
-        own_files.write(self.folder / name, data)
+    def lost(self) -> dict[int, str]:
+        who = self.process_name and f"{self.process_name} has ended: "
+        return {
+            rank: who + " ".join((describe_status(process.returncode), *tail(log, 1)))
+            for rank, (process, log) in self._running.items()
+            if process.poll() is not None
+        }
 
-    def forget(self) -> None:
-        target = self.folder.resolve()
-        if self.folder.is_symlink():
-            self.folder.unlink()
-        shutil.rmtree(target, ignore_errors=True)
+    def end(self) -> None:
+        for process, _ in self._running.values():
+            for number in (0, signal.SIGTERM, signal.SIGKILL):
+                process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+                    break
+        self._running = {}

@@ -14,51 +14,15 @@ import sys
 import threading
 from pathlib import Path
 
-from tfmw.launcher.call import Payload
-from tfmw.launcher.engines.engine import Contact, JobSpec, Layout, Tasks
+from tfmw.launcher.engines.engine import Contact, JobSpec, Layout
 from tfmw.launcher.engines.folder import (
     FolderEngine,
     FolderJob,
+    FolderTasks,
     control,
-    submitting,
     write_contact,
-    write_job,
 )
 from tfmw.launcher.environment import visible_devices
-from tfmw.launcher.failure import describe_status, tail
-
-_END_S = 10.0  # time for a task to end by itself
-
-
-@dataclasses.dataclass(frozen=True)
-class Local(FolderEngine):
-    """Processes of this machine.
-
-    Args:
-        max_restarts: how often `tfmw.fit` restarts all tasks from the newest backup.
-        directory: parent of each submitted job's folder; by default `.tfmw` in the home directory.
-    """
-
-    name = "local"
-
-    def submit(self, spec: JobSpec, payload: Payload) -> LocalJob:
-        folder = write_job(self.root, spec, payload)
-        with submitting(folder) as undo:
-            with open(folder / "controller.log", "wb") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "tfmw.launcher.engines.local_jobs", str(folder)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            undo.callback(process.kill)
-            threading.Thread(target=process.wait, daemon=True).start()
-            (folder / "pid").write_text(str(process.pid))
-            return self.attach(folder.name)
-
-    def attach(self, number: str) -> LocalJob:
-        return LocalJob(self, number, self.folder(number))
 
 
 class LocalJob(FolderJob):
@@ -78,12 +42,35 @@ class LocalJob(FolderJob):
                 os.kill(pid, signal.SIGKILL)
 
 
-@dataclasses.dataclass
-class LocalTasks(Tasks):
-    """Children of the controller."""
+@dataclasses.dataclass(frozen=True)
+class Local(FolderEngine):
+    """Processes of this machine.
 
-    folder: Path
-    _agents: dict[int, subprocess.Popen[bytes]] = dataclasses.field(default_factory=dict)
+    Args:
+        max_restarts: how often `tfmw.fit` restarts all tasks from the newest backup.
+        directory: parent of each submitted job's folder; by default `.tfmw` in the home directory.
+    """
+
+    name = "local"
+    _job = LocalJob
+
+    def _start(self, folder: Path, spec: JobSpec, undo: contextlib.ExitStack) -> str:
+        with open(folder / "controller.log", "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tfmw.launcher.engines.local_jobs", str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        undo.callback(process.kill)
+        threading.Thread(target=process.wait, daemon=True).start()
+        (folder / "pid").write_text(str(process.pid))
+        return folder.name
+
+
+class LocalTasks(FolderTasks):
+    """Children of the controller."""
 
     def hosts(self) -> tuple[str, ...]:
         return ("127.0.0.1",)
@@ -93,30 +80,10 @@ class LocalTasks(Tasks):
         training = [rank for rank, (kind, _) in enumerate(layout) if kind == "worker"]
         for rank in range(len(layout)):
             share = training.index(rank) if rank in training else None
-            with open(self._log(rank), "wb") as log:
-                module = "tfmw.launcher.engines.agent"
-                command = [sys.executable, "-m", module, str(self.folder), str(rank)]
-                env = os.environ | visible_devices(share, len(training), os.environ)
-                self._agents[rank] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
-
-    def lost(self) -> dict[int, str]:
-        return {
-            rank: " ".join((describe_status(agent.returncode), *tail(self._log(rank), 1)))
-            for rank, agent in self._agents.items()
-            if agent.poll() is not None
-        }
-
-    def end(self) -> None:
-        for agent in self._agents.values():
-            try:
-                agent.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                agent.kill()
-                agent.wait()
-        self._agents = {}
-
-    def _log(self, rank: int) -> Path:
-        return self.folder / f"task_{rank}.log"
+            agent = "tfmw.launcher.engines.agent"
+            command = [sys.executable, "-m", agent, str(self.folder), str(rank)]
+            env = os.environ | visible_devices(share, len(training), os.environ)
+            self.run([rank], command, f"task_{rank}.log", env)
 
 
 def _controls(pid: int, folder: Path) -> bool:

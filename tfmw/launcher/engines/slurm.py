@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -21,18 +20,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tfmw.errors import PREEMPTED, UsageError
-from tfmw.launcher.call import Payload
 from tfmw.launcher.engines import agent
-from tfmw.launcher.engines.engine import Contact, JobSpec, Layout, Tasks
+from tfmw.launcher.engines.engine import Contact, JobSpec, Layout
 from tfmw.launcher.engines.folder import (
     FolderEngine,
     FolderJob,
+    FolderTasks,
     control,
-    submitting,
     write_contact,
-    write_job,
 )
-from tfmw.launcher.failure import describe_status, tail
 
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=tfmw
@@ -74,7 +70,20 @@ _SHORT_S = 30.0  # time after which a job with too few remaining nodes is queued
 _GROW_EVERY_S = 30.0  # interval between two requests for more nodes
 _GREW_FROM = "grew_from"  # file with the number of tasks that the job had when it requested more
 _TIMEOUT_S = 60.0  # timeout of a command of Slurm
-_END_S = 20.0  # time for the tasks of an attempt to end
+
+
+class SlurmJob(FolderJob):
+    """A job of Slurm, whose batch script runs its controller."""
+
+    def _state(self) -> str:
+        if (name := state_name(self._number)) is None:
+            return ""
+        if (found := _STATES.get(name, "lost")) == "lost":
+            self.why = f"Slurm ended job {self._number}: {name}" if name else ""
+        return found
+
+    def _kill(self) -> None:
+        _cancel(self._number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,35 +119,31 @@ class Slurm(FolderEngine):
     notice_s: int = 120
 
     name = "slurm"
+    _job = SlurmJob
 
     @property
     def leave_s(self) -> float:
         return self.notice_s
 
-    def submit(self, spec: JobSpec, payload: Payload) -> SlurmJob:
-        folder = write_job(self.root, spec, payload)
+    def _start(self, folder: Path, spec: JobSpec, undo: contextlib.ExitStack) -> str:
         script = SCRIPT.format(
             notice_s=self.notice_s,
             setup=self.setup,
             python=shlex.quote(self.python),
             preempted=PREEMPTED,
         )
-        with submitting(folder) as undo:
-            (folder / "job.sbatch").write_text(script)
-            number = _command(
-                "sbatch",
-                "--parsable",
-                *self._options(spec.tasks),
-                f"--output={folder / 'controller.log'}",
-                str(folder / "job.sbatch"),
-                env={"TFMW_JOB_FOLDER": str(folder)},
-            ).partition(";")[0]
-            undo.callback(_cancel, number)
-            (self.root / number).symlink_to(folder.name)
-            return self.attach(number)
-
-    def attach(self, number: str) -> SlurmJob:
-        return SlurmJob(self, number, self.folder(number))
+        (folder / "job.sbatch").write_text(script)
+        number = _command(
+            "sbatch",
+            "--parsable",
+            *self._options(spec.tasks),
+            f"--output={folder / 'controller.log'}",
+            str(folder / "job.sbatch"),
+            env={"TFMW_JOB_FOLDER": str(folder)},
+        ).partition(";")[0]
+        undo.callback(_cancel, number)
+        (self.root / number).symlink_to(folder.name)
+        return number
 
     def numbers(self) -> list[str]:
         return [n for n in super().numbers() if (self.root / n).is_symlink()]
@@ -165,20 +170,6 @@ class Slurm(FolderEngine):
             size.append(f"{gpus}={self.gpus_per_worker}")
         named = {"partition": self.partition, "time": self.time, "account": self.account}
         return [*size, *(f"--{k}={v}" for k, v in named.items() if v), *self.options]
-
-
-class SlurmJob(FolderJob):
-    """A job of Slurm, whose batch script runs its controller."""
-
-    def _state(self) -> str:
-        if (name := state_name(self._number)) is None:
-            return ""
-        if (found := _STATES.get(name, "lost")) == "lost":
-            self.why = f"Slurm ended job {self._number}: {name}" if name else ""
-        return found
-
-    def _kill(self) -> None:
-        _cancel(self._number)
 
 
 def _cancel(number: str) -> None:
@@ -230,15 +221,14 @@ def _command(*command: str, env: Mapping[str, str] | None = None) -> str:
     return done.stdout.strip()
 
 
-@dataclasses.dataclass
-class SlurmTasks(Tasks):
+class SlurmTasks(FolderTasks):
     """Tasks that one `srun` starts for each attempt, within the job of the controller."""
 
-    folder: Path
     requeues = True
+    process_name = "srun"
 
-    def __post_init__(self) -> None:
-        self._srun: subprocess.Popen[bytes] | None = None
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self._count = 0
         self._one_on_each_node = False
         self._look_at = 0.0
@@ -294,48 +284,23 @@ class SlurmTasks(Tasks):
     def start(self, layout: Layout, contact: Contact) -> None:
         write_contact(self.folder, contact)
         self._count = count = len(layout)
-        log = self.folder / "task_%t.log"
-        with open(self.folder / "srun.log", "ab") as errors:
-            self._srun = subprocess.Popen(
-                [
-                    "srun",
-                    f"--ntasks={count}",
-                    *([f"--nodes={count}"] if self._one_on_each_node else []),
-                    # Slurm holds the resources of the previous step for minutes if one of its nodes
-                    # is silent.
-                    *(["--overlap"] if contact.attempt else []),
-                    "--kill-on-bad-exit=0",
-                    "--no-kill",
-                    f"--output={log}",
-                    sys.executable,
-                    "-m",
-                    "tfmw.launcher.engines.slurm",
-                    "task",
-                    str(self.folder),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
-            )
-
-    def lost(self) -> dict[int, str]:
-        if self._srun is None or self._srun.poll() is None:
-            return {}
-        how = describe_status(self._srun.returncode)
-        why = " ".join((f"srun has ended: {how}", *tail(self.folder / "srun.log", 1)))
-        return dict.fromkeys(range(self._count), why)
-
-    def end(self) -> None:
-        if self._srun is None:
-            return
-        for number in (0, signal.SIGTERM, signal.SIGKILL):
-            try:
-                self._srun.send_signal(number)
-                self._srun.wait(_END_S)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        self._srun = None
+        command = [
+            "srun",
+            f"--ntasks={count}",
+            *([f"--nodes={count}"] if self._one_on_each_node else []),
+            # Slurm holds the resources of the previous step for minutes if one of its nodes is
+            # silent.
+            *(["--overlap"] if contact.attempt else []),
+            "--kill-on-bad-exit=0",
+            "--no-kill",
+            f"--output={self.folder / 'task_%t.log'}",
+            sys.executable,
+            "-m",
+            "tfmw.launcher.engines.slurm",
+            "task",
+            str(self.folder),
+        ]
+        self.run(range(count), command, "srun.log")
 
 
 def _usable(*which: str) -> set[str]:
