@@ -40,7 +40,7 @@ TEMPLATE = {
 
 def jobs(workers: tuple[int, int] = (4, 4), **settings: Any) -> tuple[Any, Any]:
     """The Jobs of the controller and the tasks, as they are created."""
-    controller, tasks = Kubernetes(**settings)._jobs("3fa9c2", workers)
+    controller, tasks = Kubernetes(**settings)._jobs("3fa9c2", *workers)
     return controller, objects.merged(tasks, {"metadata": {"name": "tfmw-3fa9c2-x"}})
 
 

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tfmw.errors import TfmwError, UsageError
+from tfmw.errors import PREEMPTED, TfmwError, UsageError
 from tfmw.launcher.call import Payload
 from tfmw.launcher.engines import folder, folder_server, submit
 from tfmw.launcher.engines import kubernetes_objects as objects
@@ -47,6 +47,9 @@ _TELL_FIRST_S, _TELL_EVERY_S = 10.0, 60.0  # times of lines about a controller t
 _RETRY_S = 0.5
 _GONE = "its controller is gone: "
 _SMALL = {"requests": {"cpu": "100m", "memory": "512Mi"}}  # resources of a controller
+_FIXED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}  # it must not be moved
+_KEPT_S = 24 * 3600  # seconds for which a controller's Job is kept once it has ended
+_RESTARTS = 6  # failures of a controller's pod after which its Job fails
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +97,7 @@ class Kubernetes(Engine):
 
     def submit(self, spec: JobSpec, payload: Payload) -> KubernetesJob:
         api, number = self.api(), secrets.token_hex(4)
-        controller, tasks = self._jobs(number, spec.tasks)
+        controller, tasks = self._jobs(number, *spec.tasks)
         job = KubernetesJob(self, number, api, spec.token.encode())
         owner = api.create("Jobs", controller)
         try:
@@ -125,8 +128,8 @@ class Kubernetes(Engine):
         """The API of the cluster. Raises UsageError."""
         return Api.connected(self.context, self.namespace)
 
-    def _jobs(self, number: str, size: tuple[int, int]) -> tuple[Object, Object]:
-        """The Jobs of the controller and of the tasks."""
+    def _jobs(self, number: str, least: int, most: int) -> tuple[Object, Object]:
+        """The Jobs of the controller, and of `most` tasks, which gets its name and owner later."""
         template = self._template()
         containers = template.get("spec", {}).get("containers", [])
         own: Object = next((c for c in containers if c.get("name") == objects.CONTAINER), {})
@@ -136,33 +139,62 @@ class Kubernetes(Engine):
                 "on='kubernetes' needs an image that has tfmw: pass it as "
                 f"tfmw.engines.Kubernetes(image='...'), or set {IMAGE}."
             )
-        requests = {**self.resources}
-        if self.gpus_per_worker:
-            requests["nvidia.com/gpu"] = self.gpus_per_worker
-        requests = {name: str(value) for name, value in requests.items()}
-        limits = {name: value for name, value in requests.items() if name != "cpu"}
-        own_files = [self.directory] if self.directory else []
-        fields = {"template": template, "image": image}
         run = [self.python, "-m", _MODULE]
-        return (
-            objects.controller_job(
-                number,
-                returns=bool(self.directory),
-                account=self.service_account,
-                command=[*run, "control", number, *own_files],
-                resources=_SMALL,
-                **fields,
-            ),
-            objects.tasks_job(
-                number,
-                size,
-                self.queue,
-                self.grace_s,
-                command=[*run, "task", number],
-                resources={"requests": requests, "limits": limits} if requests else None,
-                **fields,
-            ),
+        place = [self.directory] if self.directory else []
+        controller = objects.job(
+            number,
+            "controller",
+            template,
+            {"image": image, "command": [*run, "control", number, *place], "resources": _SMALL},
+            {
+                "metadata": {"annotations": _FIXED},
+                "spec": {"serviceAccountName": self.service_account},
+            },
+            {"ttlSecondsAfterFinished": _KEPT_S, **self._replaced()},
         )
+        tasks = objects.job(
+            number,
+            "task",
+            template,
+            {"image": image, "command": [*run, "task", number], **self._resources()},
+            {
+                "spec": {
+                    "terminationGracePeriodSeconds": self.grace_s,
+                    "automountServiceAccountToken": False,
+                }
+            },
+            {
+                "completionMode": "Indexed",
+                "completions": most,
+                "parallelism": most,
+                "backoffLimitPerIndex": 0,  # all tasks restart together, in another Job
+            },
+        )
+        if self.queue:  # Kueue starts the Job, with fewer pods if it says that they are enough
+            fewer = {"kueue.x-k8s.io/job-min-parallelism": str(least)} if least < most else {}
+            about = {"labels": {"kueue.x-k8s.io/queue-name": self.queue}, "annotations": fewer}
+            tasks = objects.merged(tasks, {"metadata": about, "spec": {"suspend": True}})
+        return controller, tasks
+
+    def _replaced(self) -> Object:
+        """Fields of a Job whose lost pod is replaced, if the files of the job outlive it."""
+        if not self.directory:
+            return {"backoffLimit": 0}
+        # Neither an eviction nor a controller that has saved everything is a failure.
+        saved = {"containerName": objects.CONTAINER, "operator": "In", "values": [PREEMPTED]}
+        disrupted = {"type": "DisruptionTarget", "status": "True"}
+        rules: list[Object] = [{"onPodConditions": [disrupted]}, {"onExitCodes": saved}]
+        ignored = [{"action": "Ignore", **rule} for rule in rules]
+        return {"backoffLimit": _RESTARTS, "podFailurePolicy": {"rules": ignored}}
+
+    def _resources(self) -> Object:
+        """Fields of a container for the resources of a task; without any the template's count."""
+        needs = dict(self.resources)
+        if self.gpus_per_worker:
+            needs["nvidia.com/gpu"] = self.gpus_per_worker
+        requests = {name: str(value) for name, value in needs.items()}
+        limits = {name: value for name, value in requests.items() if name != "cpu"}
+        return {"resources": {"requests": requests, "limits": limits}} if requests else {}
 
     def _template(self) -> Object:
         if isinstance(self.pod_template, Mapping):
@@ -201,11 +233,10 @@ class KubernetesJob(DistantJob):
         if job is None:
             self.why = f"its Job {self._name} in {self._api.namespace} was deleted"
             return "lost"
-        for condition in (job.get("status") or {}).get("conditions") or ():
-            if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
-                why = pod and objects.ended(pod)
-                self.why = f"{_GONE}{why or condition.get('message') or 'it ended'}"
-                return "lost"
+        if over := objects.condition(job, "Complete", "Failed"):
+            why = pod and objects.ended(pod)
+            self.why = f"{_GONE}{why or over.get('message') or 'it ended'}"
+            return "lost"
         return "running" if pod is not None and objects.is_running(pod) else "queued"
 
     def write(self, name: str, data: bytes | memoryview) -> None:
@@ -215,7 +246,6 @@ class KubernetesJob(DistantJob):
         self._api.delete("Jobs", self._name)
 
     def forget(self) -> None:
-        self._files.close()
         self._kill()
 
     # ---- submission ------------------------------------------------------------------------------
@@ -258,13 +288,10 @@ class KubernetesJob(DistantJob):
     # ---- connection ------------------------------------------------------------------------------
 
     def _dial(self) -> socket.socket:
-        try:
-            pod = self._pod()
-            if pod is None or not objects.is_running(pod):
-                raise ConnectionError("the controller's pod does not run")
-            return self._api.forwarded(pod["metadata"]["name"], port_of(self._number))
-        except Unreachable as error:
-            raise ConnectionError(str(error)) from error
+        pod = self._pod()
+        if pod is None or not objects.is_running(pod):
+            raise ConnectionError("the controller's pod does not run")
+        return self._api.forwarded(pod["metadata"]["name"], port_of(self._number))
 
     def _pod(self) -> Object | None:
         """The newest pod of the controller."""
@@ -285,13 +312,9 @@ def check(engine: Engine) -> int:
         version = ".".join(map(str, api.version()))
         if api.version() < _OLDEST:
             raise TfmwError(f"Kubernetes has version {version}: expected 1.29 or later")
-        submit.launch(_nothing, workers=1, on=engine, env={"TFMW_NO_INIT": "1"})
+        submit.launch(int, workers=1, on=engine, env={"TFMW_NO_INIT": "1"})
     except TfmwError as error:
         print(f"failed: {error}", flush=True)
         return 1
     print(f"ok: version {version}, rights, image and versions; all is well", flush=True)
     return 0
-
-
-def _nothing() -> None:
-    """A function that every image with tfmw has."""

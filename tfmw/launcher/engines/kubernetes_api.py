@@ -36,7 +36,7 @@ _RETRY_S = 0.5
 _BLOCKED_S = 60.0  # time for which a pod may have an error, such as a failed pull of its image
 
 
-class Unreachable(TfmwError):
+class Unreachable(TfmwError, ConnectionError):
     """Error for an API server that does not reply, or is too busy."""
 
 
@@ -86,19 +86,12 @@ class Api:
 
     def create(self, kind: str, content: Object) -> Object:
         """Creates an object; the existing one if a request whose reply was lost has created it."""
-        try:
-            return self._call("create", kind, body=content)
-        except _Exists:
-            found = self.get(kind, content["metadata"]["name"])
-            assert found is not None
-            return found
+        made: Object | None = self._call("create", kind, body=content, unless=409)
+        return made or self._call("read", kind, content["metadata"]["name"])
 
     def get(self, kind: str, name: str) -> Object | None:
         """An object; None if there is none."""
-        try:
-            return self._call("read", kind, name)
-        except _Missing:
-            return None
+        return self._call("read", kind, name, unless=404)
 
     def listed(self, kind: str, labels: str) -> list[Object]:
         """The objects with these labels, the oldest first."""
@@ -107,8 +100,7 @@ class Api:
 
     def delete(self, kind: str, name: str) -> None:
         """Deletes an object, and what it owns."""
-        with contextlib.suppress(_Missing):
-            self._call("delete", kind, name, query={"propagationPolicy": "Background"})
+        self._call("delete", kind, name, query={"propagationPolicy": "Background"}, unless=404)
 
     def events(self, name: str) -> list[str]:
         """The messages of an object's events; none if they may not be read."""
@@ -141,13 +133,12 @@ class Api:
         # The client's request has no time limit.
         threading.Thread(target=forward, name="tfmw-forward", daemon=True).start()
         try:
-            found = replies.get(timeout=_REPLY_S)
+            found: socket.socket | OSError = replies.get(timeout=_REPLY_S)
         except queue.Empty:
             found = TimeoutError(f"no port of {pod} is forwarded within {_REPLY_S:g} s")
         if isinstance(found, OSError):
             raise found
-        forwarded: socket.socket = found
-        return forwarded
+        return found
 
     def _call(
         self,
@@ -156,8 +147,9 @@ class Api:
         name: str = "",
         query: Mapping[str, str] | None = None,
         body: Object | None = None,
-    ) -> Object:
-        """The reply to a request, as JSON."""
+        unless: int = 0,
+    ) -> Any:
+        """The reply to a request, as JSON; None if the server refuses it with status `unless`."""
         from urllib3.exceptions import HTTPError
 
         group = "/apis/batch/v1" if kind == "Jobs" else "/api/v1"
@@ -165,7 +157,7 @@ class Api:
         deadline = time.monotonic() + self.patience_s
         while True:
             try:
-                reply: Object = self.client.call_api(
+                return self.client.call_api(
                     "/version/" if kind == "version" else path,
                     _METHODS.get(verb, "GET"),
                     query_params=list((query or {}).items()),
@@ -176,10 +168,14 @@ class Api:
                     _return_http_data_only=True,
                     _request_timeout=_REPLY_S,
                 )
-                return reply
             except self.kubernetes.client.ApiException as error:
+                if error.status == unless:
+                    return None
                 if error.status not in _LATER:
-                    raise _refused(f"{verb} {kind}", self.namespace, error) from error
+                    raise UsageError(
+                        f"Kubernetes refuses to {verb} {kind} in the namespace {self.namespace} "
+                        f"({error.status}): {_message(error)}"
+                    ) from error
                 problem = f"{error.status} {error.reason}"
             except HTTPError as error:
                 problem = str(error)
@@ -196,12 +192,12 @@ class Pods:
         self.problems: dict[int, str] = {}  # reasons of pods that have ended or cannot start
         self.why = ""  # reason why not all of them run, as a clause
         self.started = False  # whether the pods have tasks
-        self._api, self._job = api, job
+        self._api, self.job = api, job
         self._since: dict[int, float] = {}  # time of a pod's error that may pass by itself
 
     def look(self) -> None:
         """Lists the pods. Raises Unreachable."""
-        which = f"job-name={self._job}"
+        which = f"job-name={self.job}"
         now = {objects.index_of(pod): pod for pod in self._api.listed("pods", which)}
         for index, old in list(self.found.items()):
             if index in now and now[index]["metadata"]["uid"] == old["metadata"]["uid"]:
@@ -213,9 +209,21 @@ class Pods:
                 del self.found[index]
                 self.problems.pop(index, None)
         self.found |= now
-        self.why = "" if self.found else self._why_none()
+        self.why = ""
+        if not self.found:
+            told = self._api.events(self.job)
+            self.why = objects.clause("its pods have not been created", told[-1] if told else "")
         for index, pod in now.items():
-            self._judge(index, pod)
+            why, is_error = objects.blocked(pod)
+            if is_error:
+                why, _ = objects.blocked(pod, self._api.events(pod["metadata"]["name"]))
+                if time.monotonic() - self._since.setdefault(index, time.monotonic()) > _BLOCKED_S:
+                    self.problems[index] = why
+            else:
+                self._since.pop(index, None)
+            self.why = why or self.why
+            if ended := objects.ended(pod):
+                self.problems[index] = ended
 
     @property
     def running(self) -> list[int]:
@@ -223,37 +231,10 @@ class Pods:
         usable = sorted(self.found.keys() - self.problems.keys())
         return [index for index in usable if objects.is_running(self.found[index])]
 
-    def _judge(self, index: int, pod: Object) -> None:
-        why, is_error = objects.blocked(pod)
-        if is_error:
-            why, _ = objects.blocked(pod, self._api.events(pod["metadata"]["name"]))
-            if time.monotonic() - self._since.setdefault(index, time.monotonic()) > _BLOCKED_S:
-                self.problems[index] = why
-        else:
-            self._since.pop(index, None)
-        self.why = why or self.why
-        if ended := objects.ended(pod):
-            self.problems[index] = ended
 
-    def _why_none(self) -> str:
-        told = self._api.events(self._job)
-        return f"its pods have not been created{f': {told[-1]}' if told else ''}"
-
-
-class _Missing(UsageError):
-    """Error for an object that does not exist."""
-
-
-class _Exists(UsageError):
-    """Error for an object that exists."""
-
-
-def _refused(what: str, namespace: str, error: Any) -> UsageError:
+def _message(error: Any) -> Any:
+    """The server's message in an ApiException."""
     try:
-        message = json.loads(error.body)["message"]
+        return json.loads(error.body)["message"]
     except (TypeError, ValueError, KeyError):
-        message = error.reason
-    kind = {404: _Missing, 409: _Exists}.get(error.status, UsageError)
-    return kind(
-        f"Kubernetes refuses to {what} in the namespace {namespace} ({error.status}): {message}"
-    )
+        return error.reason

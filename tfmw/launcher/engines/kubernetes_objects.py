@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfmw.errors import PREEMPTED
 from tfmw.launcher.failure import describe_status
 
 JOB, ROLE = "tfmw/job", "tfmw/role"
@@ -29,9 +28,6 @@ CONTAINER = "tfmw"
 
 Object = dict[str, Any]
 
-_QUEUE = "kueue.x-k8s.io/queue-name"
-_KEPT_S = 24 * 3600  # seconds for which a controller's Job is kept once it has ended
-_RESTARTS = 6  # failures of a controller's pod after which its Job fails
 # Reasons of a waiting container that may pass by themselves; all others are errors.
 _STARTING = {"", "ContainerCreating", "PodInitializing", "ErrImagePull"}
 
@@ -49,11 +45,12 @@ def selector(number: str, role: str) -> str:
 def merged(base: Any, over: Any) -> Any:
     """A pod template with further fields, which take precedence.
 
-    Containers and variables of the same name are one, as in `kubectl apply`.
+    Containers and variables of the same name are one, as in `kubectl apply`. The resources of a
+    container replace others.
     """
     if isinstance(base, Mapping) and isinstance(over, Mapping):
-        both = {**base, **over}
-        return {k: merged(base[k], over[k]) if k in base and k in over else both[k] for k in both}
+        both = base.keys() & over.keys() - {"resources"}
+        return {**base, **over, **{key: merged(base[key], over[key]) for key in both}}
     if isinstance(base, list) and isinstance(over, list):
         items = {item["name"]: item for item in base}
         for item in over:
@@ -84,15 +81,7 @@ def owner(job: Object) -> Object:
 
 
 def job(
-    number: str,
-    role: str,
-    template: Any,
-    command: Sequence[str],
-    *,
-    image: str,
-    resources: Mapping[str, Any] | None,
-    pod: Mapping[str, Any],
-    **spec: Any,
+    number: str, role: str, template: Any, container: Object, pod: Object, spec: Object
 ) -> Object:
     """A Job whose pods are those of the user's template, with what tfmw needs.
 
@@ -100,91 +89,39 @@ def job(
         number: number of the job.
         role: "controller" or "task".
         template: the user's template: {"metadata": ..., "spec": ...}.
-        command: command of the container `CONTAINER`.
-        image: its image.
-        resources: its limits and requests, which replace the template's.
-        pod: further fields of the pod's spec.
+        container: further fields of the container `CONTAINER`.
+        pod: further fields of the template.
         spec: further fields of the Job's spec.
     """
     sources = {TOKEN: {"secretKeyRef": {"name": name_of(number), "key": "token"}}}
     for variable, path in ((POD, "metadata.name"), (ADDRESS, "status.podIP")):
         sources[variable] = {"fieldRef": {"fieldPath": path}}
-    container: Object = {
+    own = {
         "name": CONTAINER,
-        "image": image,
-        "command": list(command),
         "env": [{"name": name, "valueFrom": source} for name, source in sources.items()],
         "terminationMessagePolicy": "FallbackToLogsOnError",
+        **container,
     }
     labels = {JOB: number, ROLE: role, "app.kubernetes.io/managed-by": "tfmw"}
-    needs = {"restartPolicy": "Never", **pod, "containers": [container]}
-    made: Object = merged(template, {"metadata": {"labels": labels}, "spec": needs})
-    if resources is not None:
-        (own,) = (c for c in made["spec"]["containers"] if c["name"] == CONTAINER)
-        own["resources"] = resources
+    needs = {
+        "metadata": {"labels": labels},
+        "spec": {"restartPolicy": "Never", "containers": [own]},
+    }
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": name_of(number), "labels": labels},
-        "spec": {**spec, "template": made},
+        "spec": {**spec, "template": merged(template, merged(pod, needs))},
     }
 
 
-def controller_job(number: str, returns: bool, account: str, **fields: Any) -> Object:
-    """The Job of the controller.
-
-    Args:
-        number: number of the job.
-        returns: whether a lost pod is replaced; the job's folder must outlive it then.
-        account: its service account.
-        fields: arguments of `job`.
-    """
-    spec: Object = {"backoffLimit": 0, "ttlSecondsAfterFinished": _KEPT_S}
-    if returns:  # neither an eviction nor a controller that has saved everything is a failure
-        saved = {"containerName": CONTAINER, "operator": "In", "values": [PREEMPTED]}
-        disrupted = {"type": "DisruptionTarget", "status": "True"}
-        rules: list[Object] = [{"onPodConditions": [disrupted]}, {"onExitCodes": saved}]
-        spec["backoffLimit"] = _RESTARTS
-        spec["podFailurePolicy"] = {"rules": [{"action": "Ignore", **rule} for rule in rules]}
-    made = job(number, "controller", pod={"serviceAccountName": account}, **fields, **spec)
-    # The autoscaler must not move it.
-    fixed = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-    return merged(made, {"spec": {"template": {"metadata": {"annotations": fixed}}}})
+# ---- what objects say ----------------------------------------------------------------------------
 
 
-def tasks_job(
-    number: str, size: tuple[int, int], queue: str, grace_s: int, **fields: Any
-) -> Object:
-    """The indexed Job of the tasks; the controller adds its name and its owner.
-
-    A failed pod is not replaced, since all tasks restart together.
-
-    Args:
-        number: number of the job.
-        size: the least and the largest number of tasks.
-        queue: local queue of Kueue; "": none.
-        grace_s: seconds between SIGTERM and the end of a pod.
-        fields: arguments of `job`.
-    """
-    least, most = size
-    spec: Object = {
-        "completionMode": "Indexed",
-        "completions": most,
-        "parallelism": most,
-        "backoffLimitPerIndex": 0,
-    }
-    pod = {"terminationGracePeriodSeconds": grace_s, "automountServiceAccountToken": False}
-    made = job(number, "task", pod=pod, **fields, **spec)
-    if queue:
-        made["metadata"]["labels"] = {**made["metadata"]["labels"], _QUEUE: queue}
-        made["spec"]["suspend"] = True  # Kueue starts it
-        if least < most:  # partial admission
-            annotation = {"kueue.x-k8s.io/job-min-parallelism": str(least)}
-            made["metadata"]["annotations"] = annotation
-    return made
-
-
-# ---- what pods say -------------------------------------------------------------------------------
+def condition(content: Object, *kinds: str, status: str = "True") -> Object | None:
+    """The first condition of an object with one of these types, and this status."""
+    found = (content.get("status") or {}).get("conditions") or ()
+    return next((c for c in found if c["type"] in kinds and c["status"] == status), None)
 
 
 def index_of(pod: Object) -> int:
@@ -204,12 +141,11 @@ def ended(pod: Object) -> str:
     if _phase(pod) not in ("Failed", "Succeeded"):
         return ""
     if status.get("reason"):  # such as "Evicted"
-        return _clause(f"its pod has failed ({status['reason']})", status.get("message"))
-    states = [c.get("state") or {} for c in status.get("containerStatuses") or ()]
-    over: list[Object] = [state["terminated"] for state in states if state.get("terminated")]
-    worst = next((state for state in over if state.get("exitCode")), None)
+        return clause(f"its pod has failed ({status['reason']})", status.get("message"))
     if taken := disrupted(pod):
         return taken
+    over = [state.get("terminated") or {} for state in _states(pod, "containerStatuses")]
+    worst = next((state for state in over if state.get("exitCode")), None)
     if worst is None:
         return "its pod has ended"
     if worst.get("reason") == "OOMKilled":
@@ -217,16 +153,15 @@ def ended(pod: Object) -> str:
     code = int(worst["exitCode"])
     how = describe_status(128 - code if code > 128 else code)  # a signal, as a shell reports it
     last = (worst.get("message") or "").strip().splitlines()
-    return _clause(f"its container has ended: {how}", last[-1] if last else "")
+    return clause(f"its container has ended: {how}", last[-1] if last else "")
 
 
 def disrupted(pod: Object) -> str:
     """Reason why Kubernetes takes a pod away, as a clause; "" if it does not."""
-    for condition in (pod.get("status") or {}).get("conditions") or ():
-        if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
-            why = condition.get("message") or condition.get("reason")
-            return _clause("its pod was taken away", why)
-    return ""
+    found = condition(pod, "DisruptionTarget")
+    if found is None:
+        return ""
+    return clause("its pod was taken away", found.get("message") or found.get("reason"))
 
 
 def blocked(pod: Object, events: Sequence[str] = ()) -> tuple[str, bool]:
@@ -238,23 +173,27 @@ def blocked(pod: Object, events: Sequence[str] = ()) -> tuple[str, bool]:
     """
     if _phase(pod) != "Pending":
         return "", False
-    status = pod.get("status") or {}
-    for condition in status.get("conditions") or ():
-        if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return _clause("no node has room for a pod", condition.get("message")), False
-    kinds = ("initContainerStatuses", "containerStatuses")
-    for container in (c for kind in kinds for c in status.get(kind) or ()):
-        waiting = (container.get("state") or {}).get("waiting") or {}
+    if unplaced := condition(pod, "PodScheduled", status="False"):
+        return clause("no node has room for a pod", unplaced.get("message")), False
+    for state in _states(pod, "initContainerStatuses", "containerStatuses"):
+        waiting = state.get("waiting") or {}
         if waiting.get("reason", "") not in _STARTING:
             pulls = [text for text in events if "pull image" in text]
             why = (pulls or [waiting.get("message") or ""])[-1]
-            return _clause(f"a pod cannot start ({waiting['reason']})", why), True
+            return clause(f"a pod cannot start ({waiting['reason']})", why), True
     return "a pod is starting", False
+
+
+def clause(text: str, why: str | None) -> str:
+    """A clause with its reason, if that is known."""
+    return f"{text}: {' '.join(why.split()).rstrip('.')}" if why else text
+
+
+def _states(pod: Object, *kinds: str) -> list[Object]:
+    """The states of a pod's containers of these kinds."""
+    status = pod.get("status") or {}
+    return [c.get("state") or {} for kind in kinds for c in status.get(kind) or ()]
 
 
 def _phase(pod: Object) -> str:
     return str((pod.get("status") or {}).get("phase", "Pending"))
-
-
-def _clause(text: str, why: str | None) -> str:
-    return f"{text}: {' '.join(why.split()).rstrip('.')}" if why else text

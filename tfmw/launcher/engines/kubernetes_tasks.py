@@ -30,7 +30,6 @@ from tfmw.launcher.engines.controller import INTERRUPTED, Controller
 from tfmw.launcher.engines.engine import Contact, JobSpec, Layout, Tasks
 from tfmw.launcher.engines.job import ENDED, STATUS
 from tfmw.launcher.engines.kubernetes_api import Api, Pods, Unreachable
-from tfmw.launcher.engines.kubernetes_objects import ADDRESS, CONTROLLER, INDEX, POD, TOKEN
 from tfmw.launcher.remote import messages
 
 TASKS = "tasks.json"
@@ -64,29 +63,23 @@ class KubernetesTasks(Tasks):
         self._api, self._number = Api.connected(patience_s=0), number
         self._template = json.loads((where / TASKS).read_text())
         self._pods: Pods | None = None  # pods of the attempt's Job
-        self._name, self._created = "", False
+        self._created = False  # whether that exists
         self._ranks: dict[int, int] = {}  # completion index of a pod -> rank
         self._running: list[int] = []
         self._since = self._look_at = 0.0
         self._remove_jobs()  # those of a controller that was lost
 
     def hosts(self) -> tuple[str, ...]:
-        return (os.environ[ADDRESS],)
+        return (os.environ[objects.ADDRESS],)
 
     def available(self, least: int, most: int) -> int:
         if self._pods is None:
-            self._name = f"{objects.name_of(self._number)}-{secrets.token_hex(3)}"
-            self._pods = Pods(self._api, self._name)
+            name = f"{objects.name_of(self._number)}-{secrets.token_hex(3)}"
+            self._pods = Pods(self._api, name)
             self._created, self._running = False, []
-        try:
-            self._created = self._created or self._create()
-            if not self._look():
-                return 0
-        except Unreachable as error:
-            self.why = str(error)
+        if not self._look():
             return 0
         pods, running, now = self._pods, self._pods.running, time.monotonic()
-        self.why = pods.why
         if len(pods.found) == most and most - len(pods.problems) < least:
             return least  # the attempt fails with the reasons
         if running != self._running:
@@ -95,8 +88,7 @@ class KubernetesTasks(Tasks):
         return len(running) if enough or len(running) == most else 0
 
     def room(self, most: int) -> int:
-        with contextlib.suppress(Unreachable):
-            self._look()
+        self._look()
         return len(self._pods.running) if self._pods else 0
 
     def start(self, layout: Layout, contact: Contact) -> None:
@@ -110,8 +102,7 @@ class KubernetesTasks(Tasks):
             own_files.write(self._contact(index), json.dumps(content).encode())
 
     def lost(self) -> dict[int, str]:
-        with contextlib.suppress(Unreachable):
-            self._look()
+        self._look()
         found = self._pods.problems if self._pods else {}
         return {rank: found[index] for index, rank in self._ranks.items() if index in found}
 
@@ -129,25 +120,32 @@ class KubernetesTasks(Tasks):
     def _contact(self, index: int) -> Path:
         return self.folder / f"{index}.{CONTACT}"
 
-    def _create(self) -> bool:
-        owner = self._api.get("Jobs", objects.name_of(self._number))
-        if owner is None:
-            raise UsageError(f"the Job {objects.name_of(self._number)} was deleted")
-        here = {"name": CONTROLLER, "value": os.environ[ADDRESS]}
-        container = {"name": objects.CONTAINER, "env": [here]}
-        own = {
-            "metadata": {"name": self._name, "ownerReferences": [objects.owner(owner)]},
-            "spec": {"template": {"spec": {"containers": [container]}}},
-        }
-        self._api.create("Jobs", objects.merged(self._template, own))
-        return True
-
     def _look(self) -> bool:
         """Lists the attempt's pods if the last list is old; returns whether it did."""
         if self._pods is None or time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + _LOOK_EVERY_S
-        self._pods.look()
+        try:
+            self._created = self._created or self._create(self._pods.job)
+            self._pods.look()
+        except Unreachable as error:
+            self.why = str(error)
+            return False
+        self.why = self._pods.why
+        return True
+
+    def _create(self, name: str) -> bool:
+        """Creates the attempt's Job."""
+        owner = self._api.get("Jobs", objects.name_of(self._number))
+        if owner is None:
+            raise UsageError(f"the Job {objects.name_of(self._number)} was deleted")
+        here = {"name": objects.CONTROLLER, "value": os.environ[objects.ADDRESS]}
+        container = {"name": objects.CONTAINER, "env": [here]}
+        own = {
+            "metadata": {"name": name, "ownerReferences": [objects.owner(owner)]},
+            "spec": {"template": {"spec": {"containers": [container]}}},
+        }
+        self._api.create("Jobs", objects.merged(self._template, own))
         return True
 
     def _remove_jobs(self) -> None:
@@ -176,7 +174,7 @@ def _control(number: str, directory: str = "") -> int:
         else:
             where = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tfmw-job-")))
         listener = sockets.listen(port=port_of(number))
-        server = folder_server.FolderServer(listener, os.environ[TOKEN].encode(), where)
+        server = folder_server.FolderServer(listener, os.environ[objects.TOKEN].encode(), where)
         stack.callback(server.close)
         if not _waited(stop, _BEGIN_S, (where / folder.SPEC).exists):
             return PREEMPTED  # nobody has sent the call
@@ -200,8 +198,8 @@ def _waited(stop: Signals, limit_s: float, until: Callable[[], bool]) -> bool:
 
 def _run_task(number: str) -> int:
     """Waits until an attempt needs this pod's task, and runs it."""
-    address = os.environ[CONTROLLER], port_of(number)
-    token, index = os.environ[TOKEN], os.environ[INDEX]
+    address = os.environ[objects.CONTROLLER], port_of(number)
+    token, index = os.environ[objects.TOKEN], os.environ[objects.INDEX]
     files = folder_server.FolderClient(
         token.encode(), lambda: socket.create_connection(address, _BEGIN_S)
     )
@@ -209,7 +207,7 @@ def _run_task(number: str) -> int:
         time.sleep(_RETRY_S)
     told = json.loads(data)
     contact = messages.built(Contact, told["contact"])
-    run_task(contact, told["rank"], lambda: [files.read(PAYLOAD)], os.environ[POD])
+    run_task(contact, told["rank"], lambda: [files.read(PAYLOAD)], os.environ[objects.POD])
     return 0
 
 
