@@ -193,7 +193,7 @@ def test_controller_that_is_not_reached_is_not_lost(monkeypatch: pytest.MonkeyPa
 
     away = ActorUnavailableError("RpcError: keepalive watchdog timeout", None)
     status = b'{"state": "running", "attempt": 0}'
-    actor = BusyActor(status, away)
+    actor = BusyActor(away, status)
     with socket.create_server(("127.0.0.1", 0)) as server:
         head = f"127.0.0.1:{server.getsockname()[1]}"
         job = job_of(actor, head, monkeypatch)
@@ -201,8 +201,10 @@ def test_controller_that_is_not_reached_is_not_lost(monkeypatch: pytest.MonkeyPa
         assert actor.calls == 2
         actor = BusyActor(away, GetTimeoutError(), b"some output")
         assert job_of(actor, head, monkeypatch).read("output.log") == b"some output"
-        actor = BusyActor(status, ActorDiedError(), status)
-        lost = job_of(actor, head, monkeypatch).details()
+        actor = BusyActor(status, ActorDiedError())
+        job = job_of(actor, head, monkeypatch)
+        assert job.status() == "running"
+        lost = job.details()
     assert lost["state"] == "lost"
     assert lost["problem"].startswith("its controller on the cluster was lost: The actor died unex")
 

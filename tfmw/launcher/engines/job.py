@@ -152,9 +152,9 @@ class Job(abc.ABC):
         return found
 
     def _known(self) -> str:
-        """The engine's answer, cached for a while, as a query may be expensive."""
+        """The engine's answer, cached until a read has found the job lost, or for a while."""
         now = time.monotonic()
-        if now >= self._ask_at:
+        if now >= self._ask_at or self.why:
             self._last = self._state()
             self._ask_at = time.monotonic() + _ASK_EVERY_S
         return self._last

@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 
+from tfmw.cluster import addresses
 from tfmw.errors import UsageError
 from tfmw.launcher.call import Payload
 from tfmw.launcher.engines import own_files
 from tfmw.launcher.engines.agent import run_task
 from tfmw.launcher.engines.controller import Controller
 from tfmw.launcher.engines.engine import Contact, Engine, JobSpec, Layout, Tasks, library
-from tfmw.launcher.engines.job import STATUS, DistantJob
+from tfmw.launcher.engines.job import DistantJob
 
 NAMESPACE = "tfmw"
 """Ray's namespace of the actors that control jobs; the jobs' tasks have no names."""
@@ -112,17 +113,17 @@ class Ray(Engine):
         return [actor["name"] for actor in found if actor["namespace"] == NAMESPACE]
 
     def where(self, number: str) -> str:
-        context = self._connect().get_runtime_context()
-        url = ""
+        ray, url = self._connect(), ""
         with contextlib.suppress(AttributeError):  # another version of Ray may have another name
-            url = self._connect()._private.worker.get_dashboard_url()
+            url = ray._private.worker.get_dashboard_url()
         at = f", dashboard at http://{url}" if url else ""
-        return f"job ray:{number} on the Ray cluster at {context.gcs_address}{at}"
+        address = ray.get_runtime_context().gcs_address
+        return f"job ray:{number} on the Ray cluster at {address}{at}"
 
     def needs(self) -> dict[str, float]:
         """The resources of each task."""
-        gpus = {"GPU": float(self.gpus_per_worker)} if self.gpus_per_worker else {}
-        return {"CPU": 1.0, **gpus, **self.resources}
+        needs = {"CPU": 1, "GPU": self.gpus_per_worker, **self.resources}
+        return {name: float(amount) for name, amount in needs.items() if amount}
 
     def _connect(self, start: bool = True) -> Any:
         """Connects to Ray; `start`: starts a new cluster of this machine if there is none."""
@@ -170,13 +171,8 @@ class RayJob(DistantJob):
         self._asked(lambda: self._call("write", name, bytes(data)))
 
     def _state(self) -> str:
-        if self._gone():  # the controller may reply for a while without Ray's head
-            return "lost"
-        try:
-            self._call("read", STATUS, 0)
-            return "running"
-        except OSError:
-            return "lost" if self.why else ""
+        # The controller may reply for a while without Ray's head.
+        return "lost" if self._gone() else ""
 
     def _kill(self) -> None:
         """Ends the job: its tasks and its placement group belong to the actor."""
@@ -199,14 +195,12 @@ class RayJob(DistantJob):
             raise ConnectionError(self.why) from error
 
     def _gone(self) -> bool:
-        if self.why:
-            return True
-        host, _, port = self._head.rpartition(":")
+        now = time.monotonic()
         try:
-            socket.create_connection((host, int(port)), timeout=_REPLY_S).close()
-            self._head_gone_since = None
+            if not self.why:
+                socket.create_connection(addresses.split(self._head), timeout=_REPLY_S).close()
+                self._head_gone_since = None
         except OSError as error:
-            now = time.monotonic()
             self._head_gone_since = self._head_gone_since or now
             if now - self._head_gone_since > _HEAD_S:
                 self.why = (
@@ -238,13 +232,14 @@ class _ControllerActor:
 
         # The actor puts the payload again, as objects that it owns outlive the caller's process.
         tasks = RayTasks(engine, [ray.put(ray.get(part)) for part in payload])
-        threading.Thread(target=self._control, args=(spec, tasks), daemon=True).start()
 
-    def _control(self, spec: JobSpec, tasks: RayTasks) -> None:
-        Controller(spec, tasks, self._folder).run()
-        time.sleep(_KEEP_S)
-        self.remove()
-        os._exit(0)
+        def control() -> None:
+            Controller(spec, tasks, self._folder).run()
+            time.sleep(_KEEP_S)
+            self.remove()
+            os._exit(0)
+
+        threading.Thread(target=control, daemon=True).start()
 
     def read(self, name: str, offset: int) -> bytes:
         return own_files.read(self._folder, name, offset, _READ)
@@ -297,35 +292,30 @@ class RayTasks(Tasks):
         if self._group.wait(timeout_seconds=0.5):
             return self._wanted
         if self._wanted > least and time.monotonic() - self._since > _FEWER_S:
-            self._remove_group()
+            self.close()
             self._ask(self._wanted - 1)
         return 0
 
     def room(self, most: int) -> int:
         """Counts the tasks for which all live nodes have resources, used or not."""
-        need = {name: value for name, value in self.engine.needs().items() if value}
-        draining = self._draining()
+        need, draining = self.engine.needs(), self._draining()
         nodes = [node for node in self._ray.nodes() if node["NodeID"] not in draining]
         alive = [node["Resources"] for node in nodes if node["Alive"]]
         fits = (min(int(node.get(name, 0) // n) for name, n in need.items()) for node in alive)
         return min(most, sum(fits)) if need else most
 
     def start(self, layout: Layout, contact: Contact) -> None:
-        ray, need = self._ray, self.engine.needs()
-        actor: Any = ray.remote(_TaskActor)
+        need, actor = self.engine.needs(), self._ray.remote(_TaskActor)
+        in_group = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        needs = {
+            "num_cpus": need.pop("CPU", 0),
+            "num_gpus": need.pop("GPU", 0),
+            "memory": need.pop("memory", None),
+            "resources": need,
+        }
         for rank in range(len(layout)):
-            options = {
-                "num_cpus": need.get("CPU", 0),
-                "num_gpus": need.get("GPU", 0),
-                "memory": need.get("memory"),
-                "resources": {k: v for k, v in need.items() if k not in ("CPU", "GPU", "memory")},
-                "scheduling_strategy": (
-                    ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                        self._group, placement_group_bundle_index=rank
-                    )
-                ),
-            }
-            self._actors.append(actor.options(**options).remote())
+            place = in_group(self._group, placement_group_bundle_index=rank)
+            self._actors.append(actor.options(**needs, scheduling_strategy=place).remote())
             self._runs.append(self._actors[-1].run.remote(contact, rank, self.payload))
 
     def lost(self) -> dict[int, str]:
@@ -368,18 +358,15 @@ class RayTasks(Tasks):
         for actor in self._actors:
             self._ray.kill(actor)
         self._actors, self._runs = [], []
-        self._remove_group()  # the next attempt may get other nodes
+        self.close()  # the next attempt may get other nodes
 
     def close(self) -> None:
-        self._remove_group()
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
+            self._group = None
 
     def _ask(self, count: int) -> None:
         self._wanted, self._since = count, time.monotonic()
         self._group = self._ray.util.placement_group(
             [self.engine.needs()] * count, strategy=self.engine.strategy
         )
-
-    def _remove_group(self) -> None:
-        if self._group is not None:
-            self._ray.util.remove_placement_group(self._group)
-            self._group = None
