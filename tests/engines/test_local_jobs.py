@@ -25,7 +25,7 @@ from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked
 from tfmw.engines import Engine, Job, Local
 from tfmw.errors import UsageError
 from tfmw.launcher.engines import own_files
-from tfmw.launcher.engines.local_jobs import LocalJob
+from tfmw.launcher.engines.folder import FolderJob
 from tfmw.launcher.engines.standing_job import CALLER, SILENCE_S, Calls
 
 pytestmark = pytest.mark.process
@@ -171,7 +171,7 @@ class Own(Local):
             raise RuntimeError("no dashboard")
         return f"own job {number}"
 
-    def attach(self, number: str) -> LocalJob:
+    def attach(self, number: str) -> FolderJob:
         if self.fails == "attach":
             raise PermissionError(errno.EACCES, "Permission denied", "pid")
         return super().attach(number)

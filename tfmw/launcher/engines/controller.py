@@ -69,7 +69,7 @@ class Controller:
         """Runs the job; returns its last state, which `status.json` has then, or INTERRUPTED."""
         state, problem = "failed", ""
         with own_files.append(self.folder / jobs.OUTPUT) as output:
-            self._output = output
+            self._output, self._display = output, Display(output)
             try:
                 token, listener = self.spec.token.encode(), sockets.listen()
                 port = listener.getsockname()[1]
@@ -111,8 +111,7 @@ class Controller:
             if self.tasks.why != self._written.get("waiting", ""):
                 self._say(waiting=self.tasks.why, waiting_since=time.time())
                 if self.tasks.why:
-                    self._output.write(f"tfmw: the tasks wait: {self.tasks.why}\n")
-                    self._output.flush()
+                    self.notify(f"the tasks wait: {self.tasks.why}")
             time.sleep(_POLL_S)
             return None
         number = self._number
@@ -225,8 +224,7 @@ class Controller:
         # These lines are printed to the log itself.
         lines = [x for x in result.summary() if not x.startswith("tfmw: log of ")]
         for line in lines:
-            self._output.write(f"{line}\n")
-        self._output.flush()
+            self._display.line(line)
         own_files.write(self.folder / jobs.RESULT, pickle.dumps((result, attempt.results())))
         if status == PREEMPTED and self.tasks.requeues:
             return "queued", ""

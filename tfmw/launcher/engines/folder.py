@@ -76,10 +76,7 @@ class FolderEngine(Engine):
     def _start(self, folder: Path, spec: JobSpec, undo: contextlib.ExitStack) -> str:
         """Starts the controller of the job in a folder; returns the job's number.
 
-        Args:
-            folder: the folder.
-            spec: the job.
-            undo: gets callbacks that end after an error what has been started.
+        After an error `undo` has to end everything that was started.
         """
 
     def submit(self, spec: JobSpec, payload: Payload) -> FolderJob:

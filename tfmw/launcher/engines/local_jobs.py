@@ -14,24 +14,25 @@ import sys
 import threading
 from pathlib import Path
 
+from tfmw.launcher.engines import folder as jobs
 from tfmw.launcher.engines.engine import Contact, JobSpec, Layout
-from tfmw.launcher.engines.folder import (
-    FolderEngine,
-    FolderJob,
-    FolderTasks,
-    control,
-    write_contact,
-)
 from tfmw.launcher.environment import visible_devices
 
 
-class LocalJob(FolderJob):
+class LocalJob(jobs.FolderJob):
     """A job whose controller is a process of this machine."""
 
     def _pid(self) -> int:
         """The process id of its controller; 0 if that has ended."""
         pid = int((self.folder / "pid").read_text())
-        return pid if _controls(pid, self.folder) else 0
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return 0
+        # A process that has just been started has no command line for a moment.
+        controls = not command or os.fsencode(self.folder) in command.split(b"\0")
+        return pid if controls and state not in "ZX" else 0
 
     def _state(self) -> str:
         return "running" if self._pid() else "lost"
@@ -43,7 +44,7 @@ class LocalJob(FolderJob):
 
 
 @dataclasses.dataclass(frozen=True)
-class Local(FolderEngine):
+class Local(jobs.FolderEngine):
     """Processes of this machine.
 
     Args:
@@ -69,14 +70,14 @@ class Local(FolderEngine):
         return folder.name
 
 
-class LocalTasks(FolderTasks):
+class LocalTasks(jobs.FolderTasks):
     """Children of the controller."""
 
     def hosts(self) -> tuple[str, ...]:
         return ("127.0.0.1",)
 
     def start(self, layout: Layout, contact: Contact) -> None:
-        write_contact(self.folder, contact)
+        jobs.write_contact(self.folder, contact)
         training = [rank for rank, (kind, _) in enumerate(layout) if kind == "worker"]
         for rank in range(len(layout)):
             share = training.index(rank) if rank in training else None
@@ -86,18 +87,5 @@ class LocalTasks(FolderTasks):
             self.run([rank], command, f"task_{rank}.log", env)
 
 
-def _controls(pid: int, folder: Path) -> bool:
-    """Whether this process is the controller of the job, and runs."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    if state in "ZX":
-        return False
-    # A process that has just been started has no command line for a moment.
-    return not command or os.fsencode(folder) in command.split(b"\0")
-
-
 if __name__ == "__main__":
-    control(Path(sys.argv[1]), LocalTasks)
+    jobs.control(Path(sys.argv[1]), LocalTasks)

@@ -21,14 +21,8 @@ from pathlib import Path
 
 from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher.engines import agent
+from tfmw.launcher.engines import folder as jobs
 from tfmw.launcher.engines.engine import Contact, JobSpec, Layout
-from tfmw.launcher.engines.folder import (
-    FolderEngine,
-    FolderJob,
-    FolderTasks,
-    control,
-    write_contact,
-)
 
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=tfmw
@@ -49,14 +43,10 @@ exit $status
 
 # State codes of scontrol(1) -> Job.status, for a job whose controller has not written its last
 # state.
+_QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
 _STATES = {
-    "PENDING": "queued",
-    "CONFIGURING": "queued",
-    "REQUEUED": "queued",
-    "REQUEUE_HOLD": "queued",
-    "SUSPENDED": "queued",
-    "RUNNING": "running",
-    "COMPLETING": "running",
+    **dict.fromkeys(_QUEUED, "queued"),
+    **dict.fromkeys(("RUNNING", "COMPLETING"), "running"),
     "CANCELLED": "cancelled",
 }
 # error text, slurm_strerror(3), for a number that Slurm does not have
@@ -72,14 +62,19 @@ _GREW_FROM = "grew_from"  # file with the number of tasks that the job had when 
 _TIMEOUT_S = 60.0  # timeout of a command of Slurm
 
 
-class SlurmJob(FolderJob):
+class SlurmJob(jobs.FolderJob):
     """A job of Slurm, whose batch script runs its controller."""
 
     def _state(self) -> str:
-        if (name := state_name(self._number)) is None:
-            return ""
-        if (found := _STATES.get(name, "lost")) == "lost":
-            self.why = f"Slurm ended job {self._number}: {name}" if name else ""
+        try:
+            shown = _command("scontrol", "--oneliner", "show", "job", self._number)
+        except UsageError as error:
+            return "lost" if _UNKNOWN_JOB in str(error) else ""
+        # Format: "JobId=3 ... JobState=COMPLETED Reason=None ...", for some minutes after its end.
+        name = shown.partition("JobState=")[2].partition(" ")[0]
+        found = _STATES.get(name, "lost") if name else ""
+        if found == "lost":
+            self.why = f"Slurm ended job {self._number}: {name}"
         return found
 
     def _kill(self) -> None:
@@ -87,7 +82,7 @@ class SlurmJob(FolderJob):
 
 
 @dataclasses.dataclass(frozen=True)
-class Slurm(FolderEngine):
+class Slurm(jobs.FolderEngine):
     """A Slurm cluster, whose commands are on PATH.
 
     Args:
@@ -177,17 +172,6 @@ def _cancel(number: str) -> None:
         _command("scancel", number)
 
 
-def state_name(number: str) -> str | None:
-    """Slurm's name for the state of a job; "": an unknown job; None: Slurm does not reply."""
-    # Format: "JobId=3 ... JobState=COMPLETED Reason=None ...", for some minutes after its end.
-    try:
-        shown = _command("scontrol", "--oneliner", "show", "job", number)
-    except UsageError as error:
-        return "" if _UNKNOWN_JOB in str(error) else None
-    _, _, rest = shown.partition("JobState=")
-    return rest.split()[0] if rest else None
-
-
 def _command(*command: str, env: Mapping[str, str] | None = None) -> str:
     """The output of a command of Slurm.
 
@@ -221,7 +205,7 @@ def _command(*command: str, env: Mapping[str, str] | None = None) -> str:
     return done.stdout.strip()
 
 
-class SlurmTasks(FolderTasks):
+class SlurmTasks(jobs.FolderTasks):
     """Tasks that one `srun` starts for each attempt, within the job of the controller."""
 
     requeues = True
@@ -282,7 +266,7 @@ class SlurmTasks(FolderTasks):
         return min(most, self._count + idle)
 
     def start(self, layout: Layout, contact: Contact) -> None:
-        write_contact(self.folder, contact)
+        jobs.write_contact(self.folder, contact)
         self._count = count = len(layout)
         command = [
             "srun",
@@ -312,7 +296,7 @@ def _usable(*which: str) -> set[str]:
 def main(role: str, folder: Path) -> int:
     """Runs the controller in the batch script, or one of the tasks in a step."""
     if role == "control":
-        state = control(folder, SlurmTasks)
+        state = jobs.control(folder, SlurmTasks)
         return {"done": 0, "queued": PREEMPTED}.get(state, 1)
     agent.main(folder, int(os.environ["SLURM_PROCID"]), os.environ.get("SLURMD_NODENAME"))
     return 0

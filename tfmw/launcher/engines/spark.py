@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import io
 import os
 import secrets
 import tempfile
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from tfmw.errors import UsageError
-from tfmw.launcher import call
 from tfmw.launcher.call import Payload
 from tfmw.launcher.engines.agent import run_task
 from tfmw.launcher.engines.controller import Controller
@@ -85,18 +83,18 @@ class SparkJob(FolderJob):
         _context().cancelJobGroup(self._number)
 
 
-@dataclasses.dataclass(eq=False)
 class SparkTasks(Tasks):
-    """Tasks of one barrier stage for each attempt."""
+    """Tasks of one barrier stage for each attempt.
 
-    context: Any  # the SparkContext
-    payload: dataclasses.InitVar[Payload]
-    group: str  # name of the group of Spark's jobs
+    Args:
+        context: the SparkContext.
+        payload: the packed call.
+        group: name of the group of Spark's jobs.
+    """
 
-    def __post_init__(self, payload: Payload) -> None:
-        whole = io.BytesIO()
-        call.write(payload, whole)
-        self._payload = self.context.broadcast(whole.getvalue())
+    def __init__(self, context: Any, payload: Payload, group: str) -> None:
+        self.context, self.group = context, group
+        self._payload = context.broadcast([bytes(part) for part in payload])
         self._stage: threading.Thread | None = None
         self._count = 0
         self._why = ""
@@ -151,7 +149,7 @@ def _run_partition(contact: Contact, payload: Any, rows: Iterator[int]) -> Itera
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
     host = context.getTaskInfos()[rank].address.partition(":")[0]
-    run_task(contact, rank, lambda: [bytes(payload.value)], host=host)
+    run_task(contact, rank, lambda: payload.value, host=host)
     return iter(())
 
 

@@ -178,21 +178,16 @@ def submit(
         UsageError: wrong arguments, or the engine refuses the job.
     """
     engine = engine_of(on)
-    roles: dict[str, Any] = {"ps": ps, "evaluator": evaluator}
+    what: dict[str, Any] = {"ps": ps, "evaluator": evaluator}
+    payload: call.Payload = ()
     if callable(fn):
-        return start(engine, call.pack(fn, args), workers, max_restarts, env, **roles)
-    local_launcher.check_program([os.fspath(fn)], module=False)
-    path = Path(fn).absolute()
-    return start(
-        engine,
-        (),
-        workers,
-        max_restarts,
-        env,
-        command=("script", str(path), *map(str, args)),
-        script=path.read_bytes() if path.is_file() else b"",
-        **roles,
-    )
+        payload = call.pack(fn, args)
+    else:
+        local_launcher.check_program([os.fspath(fn)], module=False)
+        path = Path(fn).absolute()
+        what["command"] = ("script", str(path), *map(str, args))
+        what["script"] = path.read_bytes() if path.is_file() else b""
+    return start(engine, payload, workers, max_restarts, env, **what)
 
 
 def attach(job_id: str, on: Engine | None = None) -> Job:

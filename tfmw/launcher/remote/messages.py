@@ -228,6 +228,9 @@ class FileReply:
 FromMember = Join | Ready | Ended | RestartRequest | Leaving
 """Messages of a supervisor to the leading one."""
 
+FromLeader = Start | Call | RestartReply | Leave | End
+"""Requests of the leading process to the tasks of a machine."""
+
 OfRun = FromMember | HostHello | Start | RestartReply | End | Leave | Over
 OfJob = AgentHello | Setup | Call | Answer | BackupFiles | Output | Line | StepReached
 Message = OfRun | OfJob | FileRequest | FileReply

@@ -69,14 +69,7 @@ class TasksOfOneMachine:
         timeout_s = self.context.run.options.start_timeout_s or float("inf")
         self._ready_by = time.monotonic() + timeout_s
 
-    def do(
-        self,
-        message: messages.Start
-        | messages.Call
-        | messages.RestartReply
-        | messages.Leave
-        | messages.End,
-    ) -> None:
+    def do(self, message: messages.FromLeader) -> None:
         """Executes a request of the leader at once."""
         match message:
             case messages.Start():
