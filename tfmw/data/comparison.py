@@ -169,7 +169,9 @@ def sketch(array: Any, most: int = _COMPARED) -> tuple[float, float]:
     that are rounded differently have nearly the same projection.
     """
     numbers = _numbers(_some(np.asarray(array), most))
-    return float(numbers @ _WEIGHTS[: len(numbers)]), float(numbers @ numbers)
+    # By NumPy itself: BLAS would start a thread for each core, which then waits busily.
+    projection = np.einsum("i,i->", numbers, _WEIGHTS[: len(numbers)])
+    return float(projection), float(np.einsum("i,i->", numbers, numbers))
 
 
 def _some(array: np.ndarray, most: int = _COMPARED) -> np.ndarray:
