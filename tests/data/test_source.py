@@ -155,6 +155,24 @@ def test_orders_of_shuffled_arrays_are_fair() -> None:
     assert counts.max() < 250
 
 
+@pytest.mark.parametrize("order", [tf.constant(5, tf.int64), tf.constant([3, 0, 6, 2, 5, 1, 4, 7])])
+@pytest.mark.parametrize("within_batches", [False, True])
+@pytest.mark.parametrize("count", [8, 7, 5])  # the last batch: whole, odd, less than replicas
+def test_shards_of_shuffled_arrays_are_parts_of_their_batches(
+    count: int, within_batches: bool, order: tf.Tensor
+) -> None:
+    order = tf.cast(order[:count] if order.shape.rank else order, tf.int64)
+    arrays = ShuffledArrays(lambda i: i, count, 4, within_batches, order)
+    for rank in range(3):
+        sharding = data.Sharding(3, rank)
+        for number, (parts, counts, total) in enumerate(arrays.shard(sharding).dataset.take(4)):
+            rows = arrays.indices(tf.constant(number, tf.int64))
+            own, own_counts = parts_of(rows, sharding)
+            assert [t.numpy().tolist() for t in (*parts, counts, total)] == [
+                t.numpy().tolist() for t in (*own, own_counts, tf.size(rows))
+            ]
+
+
 def test_rows_stay_in_their_batch_if_only_batches_are_shuffled() -> None:
     source = data.Source(np.arange(9.0), batch_size=3, shuffle="batch")
     rows = _rows(

@@ -18,7 +18,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfmw.compat.pipelines import ENDLESS, Pipeline
@@ -60,7 +59,8 @@ class ShuffledArrays:
 
     def indices(self, number: tf.Tensor) -> tf.Tensor:
         """int64 [size], or fewer: the rows of batch `number`, counted over all passes."""
-        return _indices(*self._layout, number, self.order)
+        of_batch, _ = _division(*self._layout, number, self.order)
+        return of_batch(0, 1)
 
     @property
     def _layout(self) -> tuple[int, int, bool]:
@@ -97,30 +97,43 @@ class ShuffledArrays:
         )
 
 
-def _indices(
+def _division(
     count: int, size: int, within_batches: bool, number: tf.Tensor, order: tf.Tensor
-) -> tf.Tensor:
+) -> tuple[Callable[[int, int], tf.Tensor], Any]:
+    """(a function, number of rows of the batch); the function returns rows start, start + step, ...
+
+    The number of rows is an int if it is the same in all batches, as each op takes time to trace.
+    """
     batches = -(-count // size)
     first = number % batches * size
-    stop = tf.minimum(first + size, count)
+    stop = first + size if count % size == 0 else tf.minimum(first + size, count)
+    total = size if count % size == 0 else stop - first
     if order.shape.rank:
-        return order[first:stop]
-    if within_batches:
-        drawn, begin, end = number, first, stop
-    else:
-        drawn, begin, end = number // batches, np.int64(0), np.int64(count)
+        return lambda start, step: order[first + start : stop : step], total
+    drawn, last = (number, total - 1) if within_batches else (number // batches, count - 1)
     key = tf.random.stateless_uniform(
         [3], [order, drawn], minval=None, maxval=None, dtype=tf.uint32
     )
-    return begin + tf.raw_ops.RandomIndexShuffle(
-        index=tf.range(first - begin, stop - begin),
-        seed=key,
-        max_index=end - begin - 1,
-        rounds=_ROUNDS,
-    )
+
+    def rows(start: int, step: int) -> tf.Tensor:
+        places = tf.range(first + start if start else first, stop, step)
+        drawn_rows = tf.raw_ops.RandomIndexShuffle(
+            index=places - first if within_batches else places,
+            seed=key,
+            max_index=tf.cast(last, tf.int64),
+            rounds=_ROUNDS,
+        )
+        return first + drawn_rows if within_batches else drawn_rows
+
+    return rows, total
 
 
 def _local_indices(
     layout: tuple[int, int, bool], sharding: Sharding, number: tf.Tensor, order: tf.Tensor
 ) -> tuple[Any, tf.Tensor, tf.Tensor]:
-    return parts_and_total(sharding, _indices(*layout, number, order))
+    count, size, _ = layout
+    rows, total = _division(*layout, number, order)
+    if (count % size or size) < sharding.replicas:  # a replica may have no row
+        return parts_and_total(sharding, rows(0, 1))
+    parts = tuple(rows(replica, sharding.replicas) for replica in sharding.local)
+    return parts, sharding.counts(total), tf.convert_to_tensor(total, tf.int64)

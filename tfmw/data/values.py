@@ -49,8 +49,10 @@ class Sharding:
         """Number of examples, of `total`, that belong to this worker."""
         return sum(len(range(replica, total, self.replicas)) for replica in self.local)
 
-    def counts(self, total: tf.Tensor) -> tf.Tensor:
+    def counts(self, total: int | tf.Tensor) -> tf.Tensor:
         """int64 [local replicas]: number of examples of each, of `total` (int64 [])."""
+        if isinstance(total, int):
+            return tf.constant([len(range(r, total, self.replicas)) for r in self.local], tf.int64)
         before = tf.constant(list(self.local), tf.int64)
         return tf.maximum(np.int64(0), (total - before + self.replicas - 1) // self.replicas)
 
