@@ -100,18 +100,20 @@ def test_nothing_is_said(times: StepTimes, caplog: pytest.LogCaptureFixture) -> 
     assert caplog.records == []
 
 
-def test_the_wait_ends_before_the_step_begins() -> None:
+@pytest.mark.parametrize("endless", [False, True])
+def test_the_wait_ends_before_the_step_begins(endless: bool) -> None:
     """Otherwise one thread may run the step first, whose time then counts as a wait."""
-    iterator: Any = iter(NUMBERS.map(lambda x: (x,)))
+    iterator: Any = iter(NUMBERS.map(lambda x: (x, None)))
 
     @tf.function
     def steps() -> Any:
-        return step_loop(lambda x: x + 1, iterator, tf.constant(3, tf.int64))
+        return step_loop(lambda x, _: -x, iterator, tf.constant(3, tf.int64), (), endless)
 
     graph = steps.get_concrete_function().graph
     (loop,) = [op for op in graph.get_operations() if op.type in ("While", "StatelessWhile")]
     body = graph._functions[loop.get_attr("body").name].graph
-    (step,) = [op for op in body.get_operations() if op.type in ("If", "StatelessIf")]
+    kinds = ("Neg",) if endless else ("If", "StatelessIf")
+    (step,) = [op for op in body.get_operations() if op.type in kinds]
     before, clocks = [step.inputs[0].op], set()
     while before:
         op = before.pop()

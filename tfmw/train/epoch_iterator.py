@@ -32,6 +32,7 @@ class DriverCall:
     max_steps: int  # fewer steps are made only if the data ends
     shard_sizes: data.ShardSizes  # sizes of the shards in all of its steps
     iterator: Any  # iterator over the shard's dataset
+    endless: bool = False  # whether that has no end
 
 
 class EpochIterator:
@@ -162,7 +163,8 @@ class EpochIterator:
         if max_steps <= 0:
             self._ended = True
             return None
-        return DriverCall(self.steps_done, max_steps, sizes, self.iterator)
+        endless = self.shard.has_all_passes
+        return DriverCall(self.steps_done, max_steps, sizes, self.iterator, endless)
 
     def advance(self, steps: int, max_steps: int) -> None:
         """Counts the steps of a call; fewer than `max_steps` mean that the data has ended.

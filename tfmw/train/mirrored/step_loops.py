@@ -16,6 +16,7 @@ def step_loop(
     iterator: Any,
     max_steps: tf.Tensor,
     kinds: Sequence[tuple[tf.DType, list[int | None]]] = (),
+    endless: bool = False,
 ) -> Any:
     """Runs up to `max_steps` steps; ends with the data, or at a step without examples.
 
@@ -24,6 +25,8 @@ def step_loop(
         iterator: iterator over the dataset of a `data.Shard`.
         max_steps: int64 [].
         kinds: dtypes and shapes of further tensors that `one_step` returns, as a list.
+        endless: whether the data has no end. Then a step needs no `tf.cond`, which takes time to
+            trace.
 
     Returns:
         (number of steps, number of their examples, seconds of waiting for the data, a
@@ -31,8 +34,8 @@ def step_loop(
         the steps.
     """
 
-    def step(element: tf.experimental.Optional) -> Any:
-        found = one_step(*element.get_value())
+    def step(element: tuple[Any, ...]) -> Any:
+        found = one_step(*element)
         return found if kinds else (found, [])
 
     def end() -> Any:
@@ -46,15 +49,23 @@ def step_loop(
     ) -> Any:
         begin = _seconds()
         with tf.control_dependencies([begin]):
-            element = iterator.get_next_as_optional()
-        more = element.has_value()
-        with tf.control_dependencies([more]):
+            element = iterator.get_next() if endless else iterator.get_next_as_optional()
+        if endless:
+            found = tf.nest.flatten(element, expand_composites=True)
+        else:
+            found = [element.has_value()]
+        with tf.control_dependencies([tensor for tensor in found if tensor is not None]):
             end_of_wait = _seconds()
         waited += end_of_wait - begin
-        # The clock is read before the step, also where one thread runs one operation at a time.
-        with tf.control_dependencies([end_of_wait]):
-            more = tf.identity(more)
-        examples, values = tf.cond(more, lambda: step(element), end)
+        # The clock is read before the step, also where one thread runs one operation at a time. The
+        # data stays on its device, from which each replica gets its own part.
+        with tf.control_dependencies([end_of_wait]), tf.device("cpu:0"):
+            found = [None if tensor is None else tf.identity(tensor) for tensor in found]
+        if endless:
+            packed = tf.nest.pack_sequence_as(element, found, expand_composites=True)
+            examples, values = step(packed)
+        else:
+            examples, values = tf.cond(found[0], lambda: step(element.get_value()), end)
         place = tf.cast(steps_done, tf.int32)
         arrays = [a.write(place, v) for a, v in zip(arrays, values, strict=True)]
         going = examples > 0

@@ -64,6 +64,7 @@ class StepKind(NamedTuple):
     name: str  # "train" or "test"
     uneven: bool  # whether shards differ in size
     size_known: bool = True  # whether the dataset contains the size of each global batch
+    endless: bool = False  # whether the dataset has no end
 
     @property
     def trains(self) -> bool:
@@ -167,7 +168,7 @@ class SyncDriver:
         uneven |= self.replicas.count > 1 and (
             sizes.empty or (sizes.uneven and trains and bool(self.state.variables()))
         )
-        kind = StepKind(name, uneven, size_known)
+        kind = StepKind(name, uneven, size_known, call.endless)
         shares_now = [update.refused_in_call is None for update in self.updates]
         with self.replicas.step_errors(self.splits):
             loop = self.traces.get(
@@ -201,7 +202,7 @@ class SyncDriver:
         one_step = self.global_step(kind)
 
         def steps(iterator: Any, max_steps: tf.Tensor) -> Any:
-            return step_loop(one_step, iterator, max_steps)[:3]
+            return step_loop(one_step, iterator, max_steps, endless=kind.endless)[:3]
 
         if self.model.run_eagerly:
             return steps
