@@ -14,7 +14,9 @@ from tfmw.engines import Kubernetes
 from tfmw.errors import UsageError
 from tfmw.launcher.engines import kubernetes_api
 from tfmw.launcher.engines import kubernetes_objects as objects
+from tfmw.launcher.engines.agent import CONTACT
 from tfmw.launcher.engines.kubernetes_api import Pods
+from tfmw.launcher.engines.kubernetes_tasks import TASKS, KubernetesTasks
 
 VERSION = kubernetes_validate.latest_version()
 TEMPLATE = {
@@ -265,3 +267,14 @@ def test_pods_of_a_job_from_one_list_to_the_next(monkeypatch: pytest.MonkeyPatch
     api.now = []
     pods.look()
     assert pods.problems == {0: "its pod was deleted", 1: "its pod was taken away: drained"}
+
+
+def test_pods_do_not_get_the_contact_of_a_controller_that_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next controller has its files, and another port: pods wait for its own contact."""
+    monkeypatch.setattr(kubernetes_api.Api, "connected", lambda **_: Listed())
+    for name in (TASKS, CONTACT):
+        (tmp_path / name).write_text("{}")
+    KubernetesTasks(tmp_path, "3fa9c2", returns=True)
+    assert not (tmp_path / CONTACT).exists()

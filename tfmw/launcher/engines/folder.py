@@ -19,6 +19,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -36,7 +37,7 @@ from tfmw.launcher.failure import describe_status, tail
 
 SPEC = "spec.pickle"
 
-_END_S = 10.0  # time for a process to end by itself, and after SIGTERM
+_END_S = 10.0  # time for processes to end by themselves, and after SIGTERM
 
 
 class FolderJob(Job):
@@ -174,10 +175,12 @@ class FolderTasks(Tasks):
         }
 
     def end(self) -> None:
-        for process, _ in self._running.values():
-            for number in (0, signal.SIGTERM, signal.SIGKILL):
-                process.send_signal(number)
+        processes = {process for process, _ in self._running.values()}
+        for number in (0, signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + _END_S
+            for process in processes:
+                process.send_signal(number)  # does nothing once it has ended
+            for process in processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_END_S)
-                    break
+                    process.wait(max(0.0, deadline - time.monotonic()))
         self._running = {}

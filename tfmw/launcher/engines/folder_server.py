@@ -30,8 +30,6 @@ PIECE = 4 << 20
 
 _REPLY_S = 30.0  # time for the other side to reply
 
-Dial = Callable[[], socket.socket]
-
 
 class FolderServer:
     """Serves one folder, each connection in a thread of its own.
@@ -44,7 +42,6 @@ class FolderServer:
 
     def __init__(self, listener: socket.socket, token: bytes, folder: Path) -> None:
         self._folder, self._token = folder, token
-        self._writing = threading.Lock()
         self._server = wire.Server(listener, None, self._serve, "tfmw-files", self._proven)
         self.close = self._server.close
 
@@ -68,14 +65,13 @@ class FolderServer:
             raise UsageError(f"received the file name {name!r}: expected one without a directory.")
         if not request.write:
             return own_files.read(self._folder, name, offset or 0, PIECE)
-        with self._writing:
-            if offset is None:
-                own_files.write(self._folder / name, request.body)
-                return b""
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(self._folder / name, flags, 0o600), "wb") as file:
-                file.seek(offset)
-                file.write(request.body)
+        if offset is None:
+            own_files.write(self._folder / name, request.body)
+            return b""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(self._folder / name, flags, 0o600), "wb") as file:
+            file.seek(offset)
+            file.write(request.body)
         return b""
 
 
@@ -87,7 +83,7 @@ class FolderClient:
         dial: connects to the server. Raises OSError.
     """
 
-    def __init__(self, token: bytes, dial: Dial) -> None:
+    def __init__(self, token: bytes, dial: Callable[[], socket.socket]) -> None:
         self._token, self._dial = token, dial
         self._server: SealedConnection | None = None
         self._asking = threading.Lock()

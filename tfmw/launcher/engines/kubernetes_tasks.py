@@ -38,7 +38,6 @@ TASKS = "tasks.json"
 _KEEP_S = 24 * 3600.0  # time for which the result of a job that has ended can be fetched
 _BEGIN_S = 600.0  # time for the submitting process to send the call
 _LOOK_EVERY_S = 2.0  # interval between two lists of pods
-_ASK_EVERY_S = 1.0  # interval in which a pod asks for its task
 _FEWER_S = 10.0  # time after which a job with workers=(2, 8) starts with the pods that run
 _END_S = 60.0  # time for the pods of an attempt to end
 _RETRY_S = 0.5
@@ -97,9 +96,8 @@ class KubernetesTasks(Tasks):
         chosen = sorted(self._pods.found, key=lambda index: index not in self._running)
         chosen = chosen[: len(layout)]
         self._ranks = {index: rank for rank, index in enumerate(sorted(chosen))}
-        for index, rank in self._ranks.items():
-            content = {"rank": rank, "contact": dataclasses.asdict(contact)}
-            own_files.write(self._contact(index), json.dumps(content).encode())
+        content = {"ranks": self._ranks, "contact": dataclasses.asdict(contact)}
+        own_files.write(self.folder / CONTACT, json.dumps(content).encode())
 
     def lost(self) -> dict[int, str]:
         self._look()
@@ -107,8 +105,6 @@ class KubernetesTasks(Tasks):
         return {rank: found[index] for index, rank in self._ranks.items() if index in found}
 
     def end(self) -> None:
-        for index in self._ranks:
-            self._contact(index).unlink(missing_ok=True)
         self._ranks = {}
         if self._pods is not None:
             self._pods = None
@@ -116,9 +112,6 @@ class KubernetesTasks(Tasks):
 
     def close(self) -> None:
         self.end()
-
-    def _contact(self, index: int) -> Path:
-        return self.folder / f"{index}.{CONTACT}"
 
     def _look(self) -> bool:
         """Lists the attempt's pods if the last list is old; returns whether it did."""
@@ -149,7 +142,8 @@ class KubernetesTasks(Tasks):
         return True
 
     def _remove_jobs(self) -> None:
-        """Deletes the tasks' Jobs, and waits until no pod of them runs."""
+        """Deletes the tasks' Jobs and their contact, and waits until no pod of them runs."""
+        (self.folder / CONTACT).unlink(missing_ok=True)
         which, deadline = objects.selector(self._number, "task"), time.monotonic() + _END_S
         while time.monotonic() < deadline:
             with contextlib.suppress(Unreachable):
@@ -203,11 +197,11 @@ def _run_task(number: str) -> int:
     files = folder_server.FolderClient(
         token.encode(), lambda: socket.create_connection(address, _BEGIN_S)
     )
-    while not (data := files.read(f"{index}.{CONTACT}")):
+    nothing = '{"ranks": {}}'
+    while index not in (told := json.loads(files.read(CONTACT) or nothing))["ranks"]:
         time.sleep(_RETRY_S)
-    told = json.loads(data)
-    contact = messages.built(Contact, told["contact"])
-    run_task(contact, told["rank"], lambda: [files.read(PAYLOAD)], os.environ[objects.POD])
+    contact, rank = messages.built(Contact, told["contact"]), told["ranks"][index]
+    run_task(contact, rank, lambda: [files.read(PAYLOAD)], os.environ[objects.POD])
     return 0
 
 

@@ -286,9 +286,8 @@ class RayTasks(Tasks):
         return (self._ray.util.get_node_ip_address(),)
 
     def available(self, least: int, most: int) -> int:
-        room = self.room(most) if least < most else most
         if self._group is None:
-            self._ask(max(least, min(most, room)))
+            self._ask(max(least, self.room(most)))
         if self._group.wait(timeout_seconds=0.5):
             return self._wanted
         if self._wanted > least and time.monotonic() - self._since > _FEWER_S:
