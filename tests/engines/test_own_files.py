@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tfmw
+from tfmw.cluster.signals import Signals
 from tfmw.engines import Local
 from tfmw.errors import UsageError
 from tfmw.launcher.engines import agent, own_files
@@ -54,7 +55,7 @@ def folder(tmp_path: Path, trap: Path) -> Path:
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    SPEC: lambda folder: control(folder, LocalTasks),
+    SPEC: lambda folder: control(folder, LocalTasks, Signals()),
     RESULT: lambda folder: job_of(folder).result(1),
     STATUS: lambda folder: job_of(folder).status(),
     BACKUP: lambda folder: job_of(folder).backup(),

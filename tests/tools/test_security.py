@@ -89,12 +89,12 @@ def calls() -> list[tuple[str, str]]:
 
 def test_only_data_of_the_own_child_is_unpickled() -> None:
     """`call` reads what the launcher and its own child wrote to unnamed files; `wandb_run` is given
-    what came that way. `folder`, `job` and `kubernetes_tasks` read what the user's own job wrote,
-    through `engines.own_files` (tests/engines/test_own_files.py). All else on disk and in the
-    network is JSON or plain arrays."""
+    what came that way. `folder` and `job` read what the user's own job wrote, through
+    `engines.own_files` (tests/engines/test_own_files.py). All else on disk and in the network is
+    JSON or plain arrays."""
     readers = ("pickle.load", "cloudpickle.load", "marshal.load", "shelve.open", "joblib.load")
     found = {module for module, call in calls() if call.startswith(readers)}
-    assert found == {"call.py", "wandb_run.py", "folder.py", "job.py", "kubernetes_tasks.py"}
+    assert found == {"call.py", "wandb_run.py", "folder.py", "job.py"}
     assert not [c for _, c in calls() if "allow_pickle=True" in c or c.startswith("yaml.load(")]
 
 

@@ -135,11 +135,10 @@ def write_contact(folder: Path, contact: Contact) -> None:
     own_files.write(folder / CONTACT, json.dumps(dataclasses.asdict(contact)).encode())
 
 
-def control(folder: Path, make_tasks: Callable[[Path], Tasks]) -> str:
+def control(folder: Path, make_tasks: Callable[[Path], Tasks], stop: Signals) -> str:
     """Runs the controller of the job in a folder, in this process; returns its last state."""
     spec: JobSpec = pickle.loads(own_files.read(folder, SPEC))
-    with Signals() as stop:
-        return Controller(spec, make_tasks(folder), folder, stop).run()
+    return Controller(spec, make_tasks(folder), folder, stop).run()
 
 
 class FolderTasks(Tasks):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
-import pickle
 import secrets
 import signal
 import socket
@@ -26,8 +26,8 @@ from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher.engines import folder, folder_server, own_files
 from tfmw.launcher.engines import kubernetes_objects as objects
 from tfmw.launcher.engines.agent import CONTACT, PAYLOAD, run_task
-from tfmw.launcher.engines.controller import INTERRUPTED, Controller
-from tfmw.launcher.engines.engine import Contact, JobSpec, Layout, Tasks
+from tfmw.launcher.engines.controller import INTERRUPTED
+from tfmw.launcher.engines.engine import Contact, Layout, Tasks
 from tfmw.launcher.engines.job import ENDED, STATUS
 from tfmw.launcher.engines.kubernetes_api import Api, Pods, Unreachable
 from tfmw.launcher.remote import messages
@@ -174,9 +174,8 @@ def _control(number: str, directory: str = "") -> int:
             return PREEMPTED  # nobody has sent the call
         status = json.loads(own_files.read(where, STATUS) or '{"state": ""}')
         if status["state"] not in ENDED:  # a pod that only served the results may have been lost
-            spec: JobSpec = pickle.loads(own_files.read(where, folder.SPEC))
-            tasks = KubernetesTasks(where, number, bool(directory))
-            if Controller(spec, tasks, where, stop).run() in ("queued", INTERRUPTED):
+            tasks = functools.partial(KubernetesTasks, number=number, returns=bool(directory))
+            if folder.control(where, tasks, stop) in ("queued", INTERRUPTED):
                 return PREEMPTED  # the pod is replaced
         _waited(stop, _KEEP_S, lambda: False)
     return PREEMPTED if stop.received else 0

@@ -14,6 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
+from tfmw.cluster.signals import Signals
 from tfmw.launcher.engines import folder as jobs
 from tfmw.launcher.engines.engine import Contact, JobSpec, Layout
 from tfmw.launcher.environment import visible_devices
@@ -88,4 +89,5 @@ class LocalTasks(jobs.FolderTasks):
 
 
 if __name__ == "__main__":
-    jobs.control(Path(sys.argv[1]), LocalTasks)
+    with Signals() as stop:
+        jobs.control(Path(sys.argv[1]), LocalTasks, stop)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tfmw.cluster.signals import Signals
 from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher.engines import agent
 from tfmw.launcher.engines import folder as jobs
@@ -296,7 +297,8 @@ def _usable(*which: str) -> set[str]:
 def main(role: str, folder: Path) -> int:
     """Runs the controller in the batch script, or one of the tasks in a step."""
     if role == "control":
-        state = jobs.control(folder, SlurmTasks)
+        with Signals() as stop:
+            state = jobs.control(folder, SlurmTasks, stop)
         return {"done": 0, "queued": PREEMPTED}.get(state, 1)
     agent.main(folder, int(os.environ["SLURM_PROCID"]), os.environ.get("SLURMD_NODENAME"))
     return 0
