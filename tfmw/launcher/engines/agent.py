@@ -141,10 +141,9 @@ class _Agent:
     ) -> TasksOfOneMachine:
         with contextlib.suppress(OSError):
             self.stack.enter_context(contextlib.chdir(setup.folder))
-        os.environ["COLUMNS"] = str(setup.columns)  # a task's terminal gets this width
-        environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
         secret = secret_of_tasks(self.contact.token.encode())
-        environ |= {TOKEN: secret, call.ELSEWHERE: self.host, BACKUPS: str(self.backups)}
+        own = {TOKEN: secret, call.ELSEWHERE: self.host, BACKUPS: str(self.backups)}
+        own["COLUMNS"] = str(setup.columns)  # a task's terminal gets this width
         command = list(setup.command)
         if command[0] == "script" and not os.path.isfile(command[1]):
             script = self.folder / "script" / os.path.basename(command[1])
@@ -156,7 +155,7 @@ class _Agent:
             run=LocalRun(command, layout, setup.options, payload=payload, stays=setup.stays),
             directory=self.folder / "run",
             status=RunStatus(self.folder / "run", command),  # the job shows it
-            env=task_environment({**environ, **setup.env}, setup.live),
+            env=task_environment({**os.environ, **own, **setup.env}, setup.live),
             spawner=self.stack.enter_context(Spawner()),
             display=_Forward(self.links),
             live=task_name(*layout[0]) if setup.live else None,

@@ -49,7 +49,7 @@ _RETRY_S = 0.5
 
 
 class Output:
-    """Reads the output of a job piece by piece."""
+    """Reads the output of a job piece by piece, from its beginning."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._offset = job, 0
@@ -171,17 +171,13 @@ class Job(abc.ABC):
         """
         if not follow:
             return self.read(OUTPUT).decode("utf-8", "replace")
-        output, shown = self.output(), []
+        output, shown = Output(self), []
         while True:
             over = self.status() in ENDED
             shown.append(output.copy(sys.stdout if out is None else out))
             if over:
                 return "".join(shown)
             time.sleep(POLL_S)
-
-    def output(self) -> Output:
-        """A reader of the job's output from its beginning."""
-        return Output(self)
 
     def outcomes(self, name: str) -> list[call.Outcome | None] | None:
         """The outcome of a call in each task, from a file of the job; None if there is none."""

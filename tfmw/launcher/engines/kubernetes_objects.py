@@ -37,11 +37,6 @@ def name_of(number: str) -> str:
     return f"tfmw-{number}"
 
 
-def selector(number: str, role: str) -> str:
-    """The label selector of a job's objects."""
-    return f"{JOB}={number},{ROLE}={role}"
-
-
 def merged(base: Any, over: Any) -> Any:
     """A pod template with further fields, which take precedence.
 

@@ -144,7 +144,8 @@ class KubernetesTasks(Tasks):
     def _remove_jobs(self) -> None:
         """Deletes the tasks' Jobs and their contact, and waits until no pod of them runs."""
         (self.folder / CONTACT).unlink(missing_ok=True)
-        which, deadline = objects.selector(self._number, "task"), time.monotonic() + _END_S
+        which = f"{objects.JOB}={self._number},{objects.ROLE}=task"
+        deadline = time.monotonic() + _END_S
         while time.monotonic() < deadline:
             with contextlib.suppress(Unreachable):
                 for job in self._api.listed("Jobs", which):

@@ -27,7 +27,7 @@ from tfmw.errors import Preempted, TaskFailed
 from tfmw.launcher import call
 from tfmw.launcher.engines import own_files, submit
 from tfmw.launcher.engines.engine import Engine
-from tfmw.launcher.engines.job import BACKUP, ENDED
+from tfmw.launcher.engines.job import BACKUP, ENDED, Output
 from tfmw.launcher.engines.job_attempt import JobAttempt
 from tfmw.launcher.output import is_watched
 
@@ -62,7 +62,7 @@ class JobWorkers:
         )
         print(f"tfmw: {self.job.where}", file=sys.stderr, flush=True)
         self.stopped = 0
-        self._output = self.job.output()
+        self._output = Output(self.job)
         self._process = os.getpid()
         self._calls = 0  # number of calls so far
         self._closed = threading.Event()
