@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import types
 import weakref
 
 import keras
@@ -14,14 +15,15 @@ import tensorflow as tf
 from tfmw.compat.table_variables import NewVariable
 from tfmw.tables import creation, joined, shards, table
 from tfmw.tables.creation import _Creation
-from tfmw.tables.joined import Joined, JoinedRows
+from tfmw.tables.joined import Joined
 from tfmw.tables.shards import MultiTableLookup, VariableShard, look_up
-from tfmw.train.parameter_server.updates import ServerRows
+from tfmw.train.parameter_server.lookups import RowTransfer
+from tfmw.train.parameter_server.updates import ServerRows, Updates
 
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
-    for module in (creation, shards, table):
+    for module in (creation, joined, shards, table):
         monkeypatch.setattr(module, "server", lambda number: "/CPU:0")
 
 
@@ -46,11 +48,11 @@ def create():
 
 
 def variables_of(*tables):
-    return {id(shard.variable.variable) for of in tables for shard in of.shards}
+    return {id(shard.variable) for of in tables for shard in of.shards}
 
 
 def firsts(of):
-    return [shard.variable.first for shard in of.shards]
+    return [shard.first for shard in of.shards]
 
 
 def test_tables_of_one_kind_share_a_variable_on_each_server(create):
@@ -69,14 +71,16 @@ def test_tables_of_one_kind_share_a_variable_on_each_server(create):
 
 
 def test_large_tables_have_variables_of_their_own(create, monkeypatch):
-    monkeypatch.setattr(joined, "TABLE_BYTES", 3 * 8)
-    assert isinstance(made(create, 6)[1].shards[0].variable, JoinedRows)
-    large = made(create, 8)[1]
-    assert all(isinstance(shard.variable, tf.Variable) for shard in large.shards)
+    monkeypatch.setattr(creation, "TABLE_BYTES", 3 * 8)
+    small, large = made(create, 6)[1], made(create, 8)[1]
+    assert [shard.is_alone for of in (small, large) for shard in of.shards] == [False] * 2 + [
+        True
+    ] * 2
+    assert [shard.variable.shape for shard in large.shards] == [[4, 2], [4, 2]]
 
 
 def test_a_full_variable_is_followed_by_another(create, monkeypatch):
-    monkeypatch.setattr(joined, "_BYTES", 5 * 8)
+    monkeypatch.setattr(creation, "SHARED_BYTES", 5 * 8)
     first, second, third = (made(create, 4)[1] for _ in range(3))
     assert len(variables_of(first, second)) == 2
     assert len(variables_of(first, second, third)) == 4
@@ -85,48 +89,53 @@ def test_a_full_variable_is_followed_by_another(create, monkeypatch):
 
 def test_an_index_behind_the_last_row_is_not_the_next_tables(create):
     (_, first), _ = made(create, 4), made(create, 4)
-    rows = first.shards[0].variable
-    for wrong in (2, -1):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="expected 0 to 1"):
-            tf.gather(rows, tf.constant([0, wrong], tf.int64))
-        with pytest.raises(tf.errors.InvalidArgumentError, match="expected 0 to 1"):
-            tf.function(lambda ids: tf.gather(rows, ids))(tf.constant([wrong], tf.int64))
+    for wrong in (4, -1):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="no rows of their table"):
+            first.sparse_read(tf.constant([0, wrong], tf.int64))
+        with pytest.raises(tf.errors.InvalidArgumentError, match="no rows of their table"):
+            tf.function(first.sparse_read)(tf.constant([wrong], tf.int64))
 
 
 def test_rows_are_a_variable_of_their_own(create):
     (_, first), (_, second) = made(create, 4, value=1.0), made(create, 4, value=5.0)
-    rows = first.shards[0].variable
-    rows.assign_add(tf.constant([[1.0, 2.0], [3.0, 4.0]]))
-    rows.assign_sub(tf.ones([2, 2]))
-    np.testing.assert_array_equal(tf.convert_to_tensor(rows), [[1, 2], [3, 4]])
+    rows = second.shards[0]
+    rows.mark_all(False)
     rows.scatter_update(tf.IndexedSlices(tf.constant([[7.0, 8.0]]), tf.constant([1])))
-    np.testing.assert_array_equal(rows.read_value(), [[1, 2], [7, 8]])
-    assert (rows.shape, rows.dtype) == ([2, 2], tf.float32)
-    np.testing.assert_array_equal(second.read_all(), np.full([4, 2], 5.0))
+    np.testing.assert_array_equal(rows.read_value(), [[5, 5], [7, 8]])
+    np.testing.assert_array_equal(rows.marks(), [False, True])
+    np.testing.assert_array_equal(tf.gather(rows, tf.constant([1, 1])), [[7, 8], [7, 8]])
+    np.testing.assert_array_equal(first.read_all(), np.full([4, 2], 1.0))
+
+
+def test_dense_gradients_update_the_rows_of_one_table(create):
+    (_, first), (variable, second) = made(create, 4, value=1.0), made(create, 4, value=5.0)
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([variable])
+    variables = types.SimpleNamespace(slots_of=lambda variable: [])
+    updates = Updates(variables, [variable], RowTransfer())  # type: ignore[arg-type]
+    updates.update_whole(optimizer, second.shards[1], variable, tf.ones([2, 2]))
+    np.testing.assert_array_equal(second.read_all()[:, 0], [5, 5, 4, 4])
+    np.testing.assert_array_equal(first.read_all(), np.full([4, 2], 1.0))
 
 
 def test_marks_are_those_of_one_table(create):
     (_, first), (_, second) = made(create, 4), made(create, 4)
     shard = second.shards[0]
     shard.mark_changed(tf.constant([1], tf.int64))
-    np.testing.assert_array_equal(shard.changed.read_value(), [False, True])
-    assert not np.any(first.shards[0].changed.read_value())
+    np.testing.assert_array_equal(shard.marks(), [False, True])
+    assert not np.any(first.shards[0].marks())
     shard.mark_changed()
-    assert np.all(shard.changed.read_value())
-    assert not np.any(first.shards[0].changed.read_value())
+    assert np.all(shard.marks())
+    assert not np.any(first.shards[0].marks())
+    first.shards[0].mark_all(True)
+    first.shards[0].mark_all(False)
+    assert np.all(shard.marks())
 
 
 def with_slots(of, slots):
     """The shards of a table with those of its slots."""
     return [
-        VariableShard(
-            shard.variable,
-            shard.server,
-            shard.start,
-            shard.stop,
-            {id(slot): slot.shards[number].variable for slot in slots},
-            shard.changed,
-        )
+        dataclasses.replace(shard, slots={id(slot): slot.shards[number] for slot in slots})
         for number, shard in enumerate(of.shards)
     ]
 
@@ -145,7 +154,7 @@ def test_slots_have_the_places_of_their_rows(create):
     np.testing.assert_array_equal(others[1].read_all(), np.full([6, 2], 0.2, np.float32))
     assert firsts(slot_of_second) == firsts(second) == [2, 2]
     for own, of in zip(slot.shards, first.shards, strict=True):
-        assert own.changed is of.changed
+        assert (own.changed, own.first) == (of.changed, of.first)
     group = MultiTableLookup(
         [with_slots(first, slots[id(one)]), with_slots(second, slots[id(other)])]
     )
@@ -167,24 +176,26 @@ def test_rows_whose_slots_are_in_other_variables_are_updated_alone(create):
     _, second = made(create, 4, value=3.0)
     slot = object()
     alone = [
-        dataclasses.replace(shard, slots={id(slot): tf.Variable(tf.zeros([2, 2]))})
+        dataclasses.replace(
+            shard, slots={id(slot): VariableShard(tf.Variable(tf.zeros([2, 2])), 0, 0, 0)}
+        )
         for shard in second.shards
     ]
     group = MultiTableLookup([alone])
     route = group.route([tf.constant([1], tf.int64)])
     (_, held), (sizes, ids) = group.shards[0][0], route.asked[0]
-    for variable in (held.variable, held.slots[id(slot)]):
-        rows = ServerRows([variable], [ids], sizes)
+    for shard in (held, held.slots[id(slot)]):
+        rows = ServerRows([shard], [ids], sizes)
         rows.assign_add(tf.constant([[1.0, 2.0]]))
         rows.assign_sub(tf.constant([[0.5, 0.5]]))
     np.testing.assert_array_equal(second.read_all()[:3], [[3, 3], [3.5, 4.5], [3, 3]])
-    np.testing.assert_array_equal(held.slots[id(slot)], [[0, 0], [0.5, 1.5]])
+    np.testing.assert_array_equal(held.slots[id(slot)].variable, [[0, 0], [0.5, 1.5]])
 
 
 def test_ids_of_joined_tables_and_others_are_routed_together(create, monkeypatch):
     ids = [[3, 0, 3], [5, 1, 0], [7, 0, 7, 2]]
     tables = [made(create, 4)[1], made(create, 6)[1]]
-    monkeypatch.setattr(creation, "may_join", lambda shape, dtype: False)
+    monkeypatch.setattr(creation, "TABLE_BYTES", 0)
     tables.append(made(create, 8)[1])
     for number, of in enumerate(tables):
         of.assign(100.0 * number + np.arange(of.shape[0])[:, None] + np.zeros([1, 2]))
@@ -195,7 +206,7 @@ def test_ids_of_joined_tables_and_others_are_routed_together(create, monkeypatch
         held = [shard for _, shard in group.shards[server]]
         assert len(held) == 2  # the joined ones are one
         parts = tf.split(places, sizes, num=2)
-        rows[server] = ServerRows([shard.variable for shard in held], parts, sizes)
+        rows[server] = ServerRows(held, parts, sizes)
         found[server] = tf.convert_to_tensor(rows[server])
     for number, (own, delivered) in enumerate(zip(ids, route.deliver(found), strict=True)):
         np.testing.assert_array_equal(delivered[:, 0], 100 * number + np.array(own))
@@ -208,12 +219,12 @@ def test_ids_of_joined_tables_and_others_are_routed_together(create, monkeypatch
 
 
 def test_variables_are_freed_with_their_last_table():
-    first = Joined("/CPU:0", 8)
-    rows, _ = first.table([2, 2], tf.float32)
-    known = weakref.ref(rows.variable)
-    more, _ = first.table([1, 2], tf.float32)
-    assert more.variable is rows.variable
-    del rows
+    first = Joined(0, 8)
+    shard = first.table(new(2), 0, 2)
+    known = weakref.ref(shard.variable)
+    more = first.table(new(1), 0, 1)
+    assert more.variable is shard.variable
+    del shard
     gc.collect()
     assert known() is not None
     del more

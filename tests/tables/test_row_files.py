@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.tables import row_files
+from tfmw.tables import row_files, shards
 from tfmw.tables.row_files import RowFiles
 from tfmw.tables.shards import VariableShard
 
@@ -36,7 +36,7 @@ def looked_up(files: RowFiles, folder: Path, ids: Any) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
-    monkeypatch.setattr(row_files, "server", lambda number: "/CPU:0")
+    monkeypatch.setattr(shards, "server", lambda number: "/CPU:0")
     monkeypatch.setattr(row_files, "FILE_BYTES", 1 << 16)
 
 

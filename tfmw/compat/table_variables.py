@@ -52,7 +52,6 @@ _DRAWN = (
     keras.initializers.TruncatedNormal,
     keras.initializers.VarianceScaling,  # and its subclasses: Glorot, He, Lecun
 )
-_DRAWN_TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
 # ---------------------------------------------------------------- new variables
@@ -261,7 +260,7 @@ def initial_rows(initializer: Any, shape: list[int], dtype: tf.DType) -> Initial
         values = np.broadcast_to(np.asarray(initializer.value), shape)
         return lambda start, stop: tf.cast(tf.convert_to_tensor(values[start:stop]), dtype)
     is_of_keras = type(initializer).__module__.startswith("keras.")
-    if not (is_of_keras and isinstance(initializer, _DRAWN) and dtype in _DRAWN_TYPES):
+    if not (is_of_keras and isinstance(initializer, _DRAWN) and dtype.is_floating):
         return None
     if not isinstance(initializer.seed, int):
         return None  # a generator, which advances with each draw

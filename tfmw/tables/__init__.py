@@ -6,9 +6,9 @@
 
 Read `table.py` first: the handle that the Keras variable holds, and its shards. `shards.py` looks
 up rows of shards, from any process, and those of several tables at once. `creation.py` decides
-which variables become tables, and fills them on their servers, small ones in one variable
-(`joined.py`). `files.py` has tables in checkpoints, those of SavedModels too; `row_files.py` has
-the files in which a SavedModel may look rows up instead.
+which variables become tables, and fills them on their servers; `joined.py` has the variables there,
+which small tables share. `files.py` has tables in checkpoints, those of SavedModels too;
+`row_files.py` has the files in which a SavedModel may look rows up instead.
 
 May import: `tfmw.compat`, `tfmw.storage`, `tfmw.errors`.
 """

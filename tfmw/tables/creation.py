@@ -9,18 +9,20 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.compat import models, table_variables
+from tfmw.compat import table_variables
 from tfmw.compat.table_variables import NewVariable, Partitioning
-from tfmw.tables.joined import Joined, JoinedRows, may_join
+from tfmw.tables.joined import SHARED_BYTES, TABLE_BYTES, Joined
 from tfmw.tables.shards import VariableShard, blocks, server
-from tfmw.tables.table import Table, store_rows, table_of
+from tfmw.tables.table import Table, table_of
 
 logger = logging.getLogger("tfmw")
 
 _INITIAL_BYTES = 16 << 20  # allocated at once: a draw takes three times its size on the server
-_TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 Partition = Callable[[Sequence[int], tf.DType], int]
+
+_Place = tuple[int, int, int, VariableShard | None]
+"""(server, start, stop, the shard whose rows change together with these, if any) of a shard."""
 
 
 def create_on_servers(partition: Partition, servers: int, max_whole_bytes: int) -> None:
@@ -60,25 +62,20 @@ class _Creation:
             )
             return None
         with tf.init_scope():
-            like = _shares_rows(new)
-            of_table = [] if like is None else models.native(like).shards
-            shards = [
-                self._shard(new, rows, *place, other)
-                for place, other in zip(places, of_table or [None] * len(places), strict=True)
-            ]
+            shards = [self._shard(new, rows, *place) for place in places]
             return Table(new.path, new.shape, new.dtype, shards, new.trainable, self._most)
 
-    def _places(self, new: NewVariable) -> list[tuple[int, int, int]]:
-        """(server, start, stop) of each shard; [] for a variable that is no table."""
+    def _places(self, new: NewVariable) -> list[_Place]:
+        """The place of each shard; [] for a variable that is no table."""
         if new.slot_of is not None:
             table = table_of(new.slot_of)
             if table is None or new.shape != table.shape.as_list():
                 return []
-            return [(shard.server, shard.start, shard.stop) for shard in table.shards]
+            return [(shard.server, shard.start, shard.stop, shard) for shard in table.shards]
         partitioning = new.partitioning or Partitioning(new.shape[0] if new.shape else 0, 1)
         if partitioning.follows is not None:
             return _following(partitioning)
-        if not new.trainable or new.dtype not in _TYPES:
+        if not (new.trainable and new.dtype.is_floating):
             return []
         count = min(self._partition(new.shape, new.dtype), partitioning.units)
         if count <= 1:
@@ -90,11 +87,11 @@ class _Creation:
                 new.path,
             )
             return []
-        load, places = list(self._load), []
+        load, places = list(self._load), list[_Place]()
         for start, stop in partitioning.ranges(count):
             where = min(range(len(load)), key=load.__getitem__)
             load[where] += (stop - start) * new.row_bytes
-            places.append((where, start, stop))
+            places.append((where, start, stop, None))
         return places
 
     def _shard(
@@ -106,71 +103,36 @@ class _Creation:
         stop: int,
         other: VariableShard | None,
     ) -> VariableShard:
-        """Creates some rows on their server.
-
-        Args:
-            other: the shard whose rows change together with these, if any.
-        """
-        shape = [stop - start, *new.shape[1:]]
-        self._load[where] += shape[0] * new.row_bytes
-        variable, changed = self._joined_rows(new, where, shape, other) or _rows_alone(
-            new, where, shape, other
-        )
-        shard = VariableShard(variable, where, start, stop, changed=changed)
+        """Creates some rows on their server; for the other arguments see `_Place`."""
+        self._load[where] += (stop - start) * new.row_bytes
+        if other is not None:
+            shard = other.joined.beside(other, new)
+        else:
+            shard = self._joined_for(new, where, stop - start).table(new, start, stop)
         for a, b in blocks(start, stop, new.row_bytes, _INITIAL_BYTES):
             with tf.device(server(where)):
-                store_rows(shard, a, rows(a, b))
+                shard.store(a, rows(a, b))
         return shard
 
-    def _joined_rows(
-        self, new: NewVariable, where: int, shape: list[int], other: VariableShard | None
-    ) -> tuple[JoinedRows, Any] | None:
-        """(rows, their marks) beside those of other small tables; None if the table has its own."""
-        if new.slot_of is not None:
-            if other is None or not isinstance(other.variable, JoinedRows):
-                return None
-            return other.variable.joined.slot(other.variable, new.dtype), other.changed
-        if new.partitioning is not None or not may_join(shape, new.dtype):
-            return None
-        kind = where, new.dtype, *shape[1:]
+    def _joined_for(self, new: NewVariable, where: int, rows: int) -> Joined:
+        """The variables for rows of a table: those of other small tables, or their own."""
+        if new.partitioning is not None or not 0 < rows * new.row_bytes <= TABLE_BYTES:
+            return Joined(where, rows)
+        kind = where, new.dtype, *new.shape[1:]
         found = self._joined.get(kind)
-        if found is None or not found.has_room(shape[0]):
-            found = self._joined[kind] = Joined(server(where), new.row_bytes)
-        return found.table(shape, new.dtype)
+        if found is None or not found.has_room(rows):
+            found = self._joined[kind] = Joined(where, SHARED_BYTES // new.row_bytes)
+        return found
 
 
-def _rows_alone(
-    new: NewVariable, where: int, shape: list[int], other: VariableShard | None
-) -> tuple[tf.Variable, tf.Variable]:
-    """(rows, their marks) in variables of their own."""
-    with tf.device(server(where)):
-        variable = models.own_variable(
-            lambda: tf.zeros(shape, new.dtype), trainable=new.trainable, name="table_shard"
-        )
-        if other is not None and other.changed is not None:
-            return variable, other.changed
-        marks = models.own_variable(
-            lambda: tf.zeros(shape[:1], tf.bool), trainable=False, name="changed"
-        )
-        return variable, marks
-
-
-def _following(partitioning: Partitioning) -> list[tuple[int, int, int]]:
-    """(server, start, stop) of each shard of a variable that is divided like another one."""
+def _following(partitioning: Partitioning) -> list[_Place]:
+    """The place of each shard of a variable that is divided like another one."""
     leader = partitioning.follows
     table, other = table_of(leader), table_variables.partitioning_of(leader)
     if table is None or other is None:
         return []
+    is_alike = partitioning.has_rows_of(other)
     return [
-        (shard.server, *partitioning.rows_beside(other, shard.start, shard.stop))
-        for shard in table.shards
+        (s.server, *partitioning.rows_beside(other, s.start, s.stop), s if is_alike else None)
+        for s in table.shards
     ]
-
-
-def _shares_rows(new: NewVariable) -> Any:
-    """The Keras variable whose rows change together with those of a new one, or None."""
-    if new.slot_of is not None or new.partitioning is None:
-        return new.slot_of
-    other = table_variables.partitioning_of(new.partitioning.follows)
-    is_alike = other is not None and new.partitioning.has_rows_of(other)
-    return new.partitioning.follows if is_alike else None

@@ -20,8 +20,14 @@ import tensorflow as tf
 from tfmw.compat import models, table_variables
 from tfmw.errors import TfmwError
 from tfmw.storage import directories, disk
-from tfmw.tables.shards import on_each, require_written, server
-from tfmw.tables.table import Slice, Table, slices, store_rows, tables_among
+from tfmw.tables.shards import (
+    VariableShard,
+    on_each,
+    require_written,
+    server,
+    server_function,
+)
+from tfmw.tables.table import Slice, Table, slices, tables_among
 
 SLICE_BYTES = 32 << 20
 FILE_BYTES = 128 << 20
@@ -59,15 +65,8 @@ class TableFiles:
 
     def __init__(self, tables: Mapping[str, Table]):
         self.tables = dict(tables)
-        of_servers: dict[int, list[Slice]] = {}
-        for name, table in self.tables.items():
-            for one in slices(name, table, SLICE_BYTES):
-                of_servers.setdefault(one.shard.server, []).append(one)
-        self._parts = {where: _grouped(of) for where, of in of_servers.items()}
-        self._writers = {
-            only_changed: {where: self._writer(where, rows_of) for where in self._parts}
-            for only_changed, rows_of in ((False, _whole), (True, _changed))
-        }
+        self._files = _files(self.tables)
+        self._writer = functools.cache(self._made_writer)
 
     @property
     def layout(self) -> Layout:
@@ -92,43 +91,37 @@ class TableFiles:
             tf.errors.OpError, OSError: a server could not write, or writes elsewhere.
         """
         directory = disk.absolute(directory)  # servers may run in another directory
-        writers = self._writers[only_changed].items()
-        finite = on_each({where: functools.partial(write, directory) for where, write in writers})
-        for where, flags in finite.items():
-            for one, is_finite in zip(
-                itertools.chain(*self._parts[where]), flags.numpy(), strict=True
-            ):
+        calls = []
+        for name, of_file in self._files.items():
+            write = functools.partial(self._writer(name, only_changed), tf.constant(directory))
+            calls.append((of_file[0].shard.server, write))
+        for of_file, finite in zip(self._files.values(), on_each(calls), strict=True):
+            for one, is_finite in zip(of_file, finite.numpy(), strict=True):
                 if one.name in must_be_finite and not is_finite:
                     raise NotFinite(one.name)
-        prefixes = [
-            posixpath.join(directory, _part_name(where, number))
-            for where, parts in sorted(self._parts.items())
-            for number in range(len(parts))
-        ]
+        prefixes = [posixpath.join(directory, name) for name in sorted(self._files)]
         require_written(directory, (f"{prefix}.index" for prefix in prefixes))
         return prefixes
 
     def clear_marks(self) -> None:
         """Resets the marks: only rows that change after this call count as changed."""
-        for changed, where in self._marks():
-            with tf.device(server(where)):
-                changed.assign(tf.zeros(changed.shape, tf.bool))
+        for shard in self._marked().values():
+            with tf.device(server(shard.server)):
+                shard.mark_all(False)
 
     def share_changed(self) -> float:
         """Fraction of all tables' bytes that a `write` of changed rows would write."""
         counts = {}
-        for changed, where in self._marks():
-            with tf.device(server(where)):
-                counts[id(changed)] = int(tf.math.count_nonzero(changed.read_value()))
-        shards = [(table, shard) for table in self.tables.values() for shard in table.shards]
-        marked = [(table.row_bytes, s.changed) for table, s in shards if s.changed is not None]
-        all_bytes = sum(size * int(changed.shape[0]) for size, changed in marked)
-        return sum(size * counts[id(changed)] for size, changed in marked) / max(1, all_bytes)
+        for key, shard in self._marked().items():
+            with tf.device(server(shard.server)):
+                counts[key] = int(tf.math.count_nonzero(shard.marks()))
+        tables = self.tables.values()
+        of_changed = (t.row_bytes * counts[_marks_of(s)] for t in tables for s in t.shards)
+        return sum(of_changed) / max(1, sum(table.bytes for table in tables))
 
-    def _marks(self) -> list[tuple[tf.Variable, int]]:
-        shards = [shard for table in self.tables.values() for shard in table.shards]
-        found = {id(s.changed): (s.changed, s.server) for s in shards if s.changed is not None}
-        return list(found.values())
+    def _marked(self) -> dict[Any, VariableShard]:
+        """A shard for all marks that tables share with their slots."""
+        return {_marks_of(s): s for table in self.tables.values() for s in table.shards}
 
     def read(self, prefix: str, layout: Layout, only_changed: bool = False) -> None:
         """Restores all tables from a checkpoint, each server its own rows, slice after slice.
@@ -139,66 +132,34 @@ class TableFiles:
             only_changed: the checkpoint has the rows that changed after another one, which was read
                 before.
         """
-        restore = _restore_changed if only_changed else _restore
-        wanted: dict[int, list[Callable[[tf.Tensor], tf.Tensor]]] = {}
+        prefix = disk.absolute(prefix)  # servers may run in another directory
+        calls = []
         for name, table in self.tables.items():
             for shard in table.shards:
                 # Reading a part of a slice reads all of it, so each slice is read once per shard.
                 for a, b in layout.get(name, ()):
                     start, stop = max(a, shard.start), min(b, shard.stop)
                     if start < stop:
-                        call = functools.partial(restore, Slice(name, table, shard, start, stop), a)
-                        wanted.setdefault(shard.server, []).append(call)
-        prefix = disk.absolute(prefix)  # servers may run in another directory
-        readers = {where: _in_turn(where, calls) for where, calls in wanted.items()}
-        on_each({where: functools.partial(read, prefix) for where, read in readers.items()})
+                        one = Slice(name, table, shard, start, stop)
+                        call = functools.partial(_restore, one, a, prefix, only_changed)
+                        calls.append((shard.server, call))
+        on_each(calls)
 
-    def _writer(
-        self, where: int, rows_of: Callable[[Slice], list[TensorSlice]]
-    ) -> Callable[[str], tf.Tensor]:
-        """A function that writes one server's files to a directory: which slices are finite.
+    def _made_writer(self, name: str, only_changed: bool) -> Callable[[tf.Tensor], tf.Tensor]:
+        """A function that writes a file to a directory: bool [n], which slices are finite."""
+        of_file = self._files[name]
 
-        Args:
-            rows_of: slice -> the tensors to write, rows last.
-        """
+        def write(directory: tf.Tensor) -> tuple[Any, tf.Tensor]:
+            found = [(_changed if only_changed else _whole)(one) for one in of_file]
+            prefix = tf.strings.join([directory, "/", name])
+            saved = save_tensors(prefix, {}, list(itertools.chain(*found)))
+            return saved, tf.stack([_are_finite(of[-1][2]) for of in found])
 
-        def write(number: int, directory: tf.Tensor) -> tf.Tensor:
-            found = [rows_of(one) for one in self._parts[where][number]]
-            finite = tf.stack([_are_finite(of[-1][2]) for of in found])
-            prefix = tf.strings.join([directory, "/", _part_name(where, number)])
-            return _after(save_tensors(prefix, {}, list(itertools.chain(*found))), finite)
-
-        parts = range(len(self._parts[where]))  # only one file at a time is in memory
-        return _in_turn(where, [functools.partial(write, number) for number in parts])
+        return server_function(of_file[0].shard.server, write, tf.TensorSpec([], tf.string))
 
 
-def _in_turn(
-    where: int, calls: Sequence[Callable[[tf.Tensor], tf.Tensor]]
-) -> Callable[[str], tf.Tensor]:
-    """A function of a path whose ops run on one server, each call's after those of earlier calls.
-
-    Args:
-        calls: each returns bool [n]; the function concatenates them.
-    """
-
-    def run(path: tf.Tensor) -> tf.Tensor:
-        results: list[tf.Tensor] = []
-        with tf.device(server(where)):
-            for call in calls:
-                with tf.control_dependencies(results[-1:]):
-                    results.append(call(path))
-            flags = tf.concat(results, axis=0)
-        return tf.identity(flags)
-
-    traced = tf.function(run, autograph=False, input_signature=[tf.TensorSpec([], tf.string)])
-    # TensorFlow would warn of calls of `traced`: each server has a function of this name.
-    return lambda path: traced.get_concrete_function()(tf.constant(path))
-
-
-def _after(op: Any, flags: Any = ()) -> tf.Tensor:
-    """The flags, bool [n], once an op has run."""
-    with tf.control_dependencies([op]):
-        return tf.identity(tf.convert_to_tensor(flags, tf.bool))
+def _marks_of(shard: VariableShard) -> tuple[int, int]:
+    return id(shard.changed), shard.first
 
 
 def save_tensors(
@@ -321,60 +282,60 @@ def verify(
         if [0, *(b for _, b in ranges)] != [*(a for a, _ in ranges), shapes[name][0]]:
             raise ValueError(f"the slices {ranges} of {name} are not all of its {shapes[name]}")
         every += [(name, slice_spec(shapes[name], a, b)) for a, b in ranges]
-    dtypes = [types[name] for name, _ in every]
     prefix = disk.absolute(prefix)
     count = max(1, servers)
 
-    def read(name: str, spec: str, dtype: tf.DType, device: str) -> None:
+    def read_on(device: str, name: str, spec: str) -> None:
         with tf.device(device):
             (rows,) = tf.raw_ops.RestoreV2(
-                prefix=prefix, tensor_names=[name], shape_and_slices=[spec], dtypes=[dtype]
+                prefix=prefix, tensor_names=[name], shape_and_slices=[spec], dtypes=[types[name]]
             )
             int(tf.size(rows))  # waits for the server
 
-    def read_some(where: int) -> None:
-        for (name, spec), dtype in zip(every[where::count], dtypes[where::count], strict=True):
-            try:
-                read(name, spec, dtype, server(where) if servers else "/CPU:0")
-            except tf.errors.OpError as e:
-                if not servers:
-                    raise
-                read(name, spec, dtype, "/CPU:0")  # raises if the file is damaged
-                reason = (e.message or type(e).__name__).splitlines()[0]
-                raise TfmwError(
-                    f"parameter server {where} cannot read {prefix!r} ({reason[:200]}), and the "
-                    "coordinator can: expected a running server, and a directory that all tasks "
-                    "share."
-                ) from e
+    def read(where: int, name: str, spec: str) -> None:
+        try:
+            read_on(server(where) if servers else "/CPU:0", name, spec)
+        except tf.errors.OpError as e:
+            if not servers:
+                raise
+            read_on("/CPU:0", name, spec)  # raises if the file is damaged
+            reason = (e.message or type(e).__name__).splitlines()[0]
+            raise TfmwError(
+                f"parameter server {where} cannot read {prefix!r} ({reason[:200]}), and the "
+                "coordinator can: expected a running server, and a directory that all tasks share."
+            ) from e
 
-    on_each({where: functools.partial(read_some, where) for where in range(count)})
+    on_each(
+        [(n % count, functools.partial(read, n % count, *each)) for n, each in enumerate(every)]
+    )
 
 
-def _restore(one: Slice, begin: int, prefix: tf.Tensor) -> tf.Tensor:
+def _restore(one: Slice, begin: int, prefix: str, only_changed: bool) -> None:
     """Reads rows of one slice, which begins at row `begin`, on their server."""
-    del begin
-    (rows,) = tf.raw_ops.RestoreV2(
-        prefix=prefix,
-        tensor_names=[one.name],
-        shape_and_slices=[slice_spec(one.table.shape, one.start, one.stop)],
-        dtypes=[one.table.dtype],
-    )
-    rows = tf.ensure_shape(rows, [one.stop - one.start, *one.table.shape[1:]])
-    return _after(store_rows(one.shard, one.start, rows))
+    shard = one.shard
 
+    def rows() -> tuple[Any, int]:
+        (values,) = tf.raw_ops.RestoreV2(
+            prefix=prefix,
+            tensor_names=[one.name],
+            shape_and_slices=[slice_spec(one.table.shape, one.start, one.stop)],
+            dtypes=[shard.dtype],
+        )
+        shape = [one.stop - one.start, *one.table.shape[1:]]
+        return shard.store(one.start, tf.ensure_shape(values, shape)), 0
 
-def _restore_changed(one: Slice, begin: int, prefix: tf.Tensor) -> tf.Tensor:
-    """Reads the changed rows of one slice, which begins at row `begin`, on their server."""
-    name, shard = changed_name(one.name, begin), one.shard
-    ids, rows = tf.raw_ops.RestoreV2(
-        prefix=prefix,
-        tensor_names=[ids_of(name), name],
-        shape_and_slices=["", ""],
-        dtypes=[tf.int64, one.table.dtype],
-    )
-    own = tf.where((ids >= shard.start) & (ids < shard.stop))[:, 0]
-    changed = tf.IndexedSlices(tf.gather(rows, own), tf.gather(ids, own) - shard.start)
-    return _after(shard.variable.scatter_update(changed))
+    def changed_rows() -> tuple[Any, int]:
+        name = changed_name(one.name, begin)
+        ids, values = tf.raw_ops.RestoreV2(
+            prefix=prefix,
+            tensor_names=[ids_of(name), name],
+            shape_and_slices=["", ""],
+            dtypes=[tf.int64, shard.dtype],
+        )
+        own = tf.where((ids >= shard.start) & (ids < shard.stop))[:, 0]
+        return shard.replace(tf.gather(ids, own) - shard.start, tf.gather(values, own)), 0
+
+    server_function(shard.server, changed_rows if only_changed else rows)()
 
 
 def changed_name(name: str, start: int) -> str:
@@ -403,35 +364,33 @@ def _whole(one: Slice) -> list[TensorSlice]:
     first = one.start - one.shard.start
     ids = tf.range(first, one.stop - one.shard.start, dtype=tf.int64)
     spec = slice_spec(one.table.shape, one.start, one.stop)
-    return [(one.name, spec, tf.gather(one.shard.variable, ids))]
+    return [(one.name, spec, one.shard.sparse_read(ids))]
 
 
 def _changed(one: Slice) -> list[TensorSlice]:
-    first, changed = one.start - one.shard.start, one.shard.changed
-    marks = tf.gather(changed, tf.range(first, one.stop - one.shard.start, dtype=tf.int64))
-    ids = tf.where(marks)[:, 0] + first
+    shard, first = one.shard, one.start - one.shard.start
+    ids = tf.range(first, one.stop - shard.start, dtype=tf.int64)
+    ids = tf.boolean_mask(ids, tf.gather(shard.changed, shard.places(ids)))
     name = changed_name(one.name, one.start)
     return [
-        (ids_of(name), "", ids + one.shard.start),
-        (name, "", tf.gather(one.shard.variable, ids)),
+        (ids_of(name), "", ids + shard.start),
+        (name, "", shard.sparse_read(ids)),
     ]
 
 
-def _grouped(of_server: list[Slice]) -> list[list[Slice]]:
-    """The slices of each file."""
-    files: list[list[Slice]] = []
-    size = 0
-    for one in of_server:
-        if not files or size + one.bytes > FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(one)
-        size += one.bytes
+def _files(tables: Mapping[str, Table]) -> dict[str, list[Slice]]:
+    """The slices of each file, by its name; all of a file are on one server."""
+    files: dict[str, list[Slice]] = {}
+    sizes: dict[int, list[int]] = {}  # server -> bytes of its files
+    for table_name, table in tables.items():
+        for one in slices(table_name, table, SLICE_BYTES):
+            of_server = sizes.setdefault(one.shard.server, [])
+            if not of_server or of_server[-1] + one.bytes > FILE_BYTES:
+                of_server.append(0)
+            of_server[-1] += one.bytes
+            name = f"server_{one.shard.server:05d}_{len(of_server) - 1:05d}"
+            files.setdefault(name, []).append(one)
     return files
-
-
-def _part_name(where: int, number: int) -> str:
-    return f"server_{where:05d}_{number:05d}"
 
 
 def slice_spec(shape: Any, start: int, stop: int) -> str:

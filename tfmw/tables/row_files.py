@@ -29,7 +29,7 @@ from tfmw.compat import models, table_variables
 from tfmw.errors import TfmwError
 from tfmw.storage import disk
 from tfmw.tables.files import ExportedTables
-from tfmw.tables.shards import VariableShard, on_each, require_written, server
+from tfmw.tables.shards import VariableShard, on_each, require_written, server_function
 from tfmw.tables.table import NeedsAllRows, Slice, Table, slices, tables_among
 
 FILE_BYTES = 128 << 20  # memory that a server needs to write its rows
@@ -101,21 +101,20 @@ class RowFiles:
         Raises:
             OSError or tf.errors.OpError: a server could not write, or writes elsewhere.
         """
-        of_servers: dict[int, list[Callable[[], Any]]] = {}
+        calls = []
         for name, files in self._files.items():
             writers = {
                 id(shard): _writer(shard, self._records[name]) for shard in self.tables[name].shards
             }
             for file, rows in files:
-                first = rows.shard.start
                 write = functools.partial(
                     writers[id(rows.shard)],
                     tf.constant(posixpath.join(directory, file)),
-                    tf.constant(rows.start - first, tf.int64),
-                    tf.constant(rows.stop - first, tf.int64),
+                    tf.constant(rows.start - rows.shard.start, tf.int64),
+                    tf.constant(rows.stop - rows.shard.start, tf.int64),
                 )
-                of_servers.setdefault(rows.shard.server, []).append(write)
-        on_each({where: functools.partial(_in_turn, of) for where, of in of_servers.items()})
+                calls.append((rows.shard.server, write))
+        on_each(calls)
         written = (file for files in self._files.values() for file, _ in files)
         require_written(directory, (posixpath.join(directory, file) for file in written))
 
@@ -171,38 +170,24 @@ class RowFiles:
         return tf.gather(blocks_of_rows, row % records.rows, batch_dims=1)
 
 
-def _in_turn(calls: list[Callable[[], Any]]) -> None:
-    for call in calls:
-        int(call())  # waits for the server
-
-
 def _require(holds: tf.Tensor, expected: str, found: tf.Tensor) -> Any:
     return tf.debugging.Assert(holds, [f"tfmw: expected that {expected}; received:", found])
 
 
 def _writer(shard: VariableShard, records: _Records) -> Callable[[Any, Any, Any], tf.Tensor]:
-    """A function (path, first and last row, in the shard) that writes a file on the server.
+    """A function (path, first and last row, in the shard) that writes a file on the server."""
 
-    Each file is a call of its own, whose memory is freed when it ends.
-    """
-
-    def write(path: tf.Tensor, start: tf.Tensor, stop: tf.Tensor) -> tf.Tensor:
-        with tf.device(server(shard.server)):
-            rows = tf.gather(shard.variable, tf.range(start, stop, dtype=tf.int64))
-            written = tf.raw_ops.DatasetToTFRecord(
-                input_dataset=tf.data.experimental.to_variant(records.of(rows)),
-                filename=path,
-                compression_type="",
-            )
-            with tf.control_dependencies([written]):
-                end = tf.constant(0)
-        return tf.identity(end)
+    def write(path: tf.Tensor, start: tf.Tensor, stop: tf.Tensor) -> tuple[Any, int]:
+        rows = shard.sparse_read(tf.range(start, stop, dtype=tf.int64))
+        written = tf.raw_ops.DatasetToTFRecord(
+            input_dataset=tf.data.experimental.to_variant(records.of(rows)),
+            filename=path,
+            compression_type="",
+        )
+        return written, 0
 
     number = tf.TensorSpec([], tf.int64)
-    signature = [tf.TensorSpec([], tf.string), number, number]
-    traced = tf.function(write, autograph=False, input_signature=signature)
-    # TensorFlow would warn of calls of `traced` for many shards
-    return traced.get_concrete_function()
+    return server_function(shard.server, write, tf.TensorSpec([], tf.string), number, number)
 
 
 # ---------------------------------------------------------------- in SavedModels

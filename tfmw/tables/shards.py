@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -27,7 +28,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.compat import parameter_servers
-from tfmw.tables.joined import JoinedRows
 
 BLOCK_BYTES = 64 << 20
 """Most bytes of a block in which values are created, sent and written."""
@@ -38,13 +38,45 @@ def server(index: int) -> str:
     return f"/job:ps/replica:0/task:{index}/device:CPU:0"
 
 
-def on_each(calls: dict[int, Callable[[], Any]]) -> dict[int, Any]:
-    """Runs all calls concurrently; returns the results by key. Raises the first error."""
-    if not calls:
-        return {}
-    with futures.ThreadPoolExecutor(len(calls), "tfmw-tables") as pool:
-        running = {key: pool.submit(call) for key, call in calls.items()}
-        return {key: call.result() for key, call in running.items()}
+def on_each(calls: Sequence[tuple[int, Callable[[], Any]]]) -> list[Any]:
+    """Runs calls for servers: those for one in turn, those for several concurrently.
+
+    Args:
+        calls: (server, call) of each.
+
+    Returns:
+        Their results, in order. Raises the first error.
+    """
+    of_servers: dict[int, list[Callable[[], Any]]] = {}
+    for where, call in calls:
+        of_servers.setdefault(where, []).append(call)
+    with futures.ThreadPoolExecutor(max(1, len(of_servers)), "tfmw-tables") as pool:
+        running = {
+            where: pool.submit(list, map(operator.call, own)) for where, own in of_servers.items()
+        }
+        results = {where: iter(each.result()) for where, each in running.items()}
+    return [next(results[where]) for where, _ in calls]
+
+
+def server_function(
+    where: int, function: Callable[..., Any], *specs: tf.TensorSpec
+) -> Callable[..., tf.Tensor]:
+    """A function whose ops run on a server, which frees their memory at the end of each call.
+
+    Args:
+        function: tensors with these specs -> (an op that must run, the result).
+    """
+
+    def run(*arguments: tf.Tensor) -> tf.Tensor:
+        with tf.device(server(where)):
+            op, result = function(*arguments)
+            with tf.control_dependencies([op]):
+                result = tf.identity(result)
+        return tf.identity(result)
+
+    traced = tf.function(run, autograph=False, input_signature=specs)
+    # TensorFlow would warn of calls of `traced`, as there are many functions of this name
+    return traced.get_concrete_function()
 
 
 def require_written(directory: str, paths: Iterable[str]) -> None:
@@ -56,37 +88,86 @@ def require_written(directory: str, paths: Iterable[str]) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class VariableShard:
     """Some rows of a variable, on one server.
 
     Attributes:
-        variable: the `tf.Variable` on the server, or a range of its rows.
+        variable: the `tf.Variable` on the server, which may have rows of other tables, too.
         server: the index of the server.
         start, stop: rows of the whole variable; 0 and 0 if it is not divided.
-        slots: the optimizer's slots for these rows, on the server, by id of the Keras variable.
-        changed: bool [rows], on the server: true for rows that have changed since the last full
-            backup. A table's slots share it; None for a variable that is no table.
+        slots: the optimizer's slots for these rows, by id of the Keras variable.
+        changed: bool [...], on the server, in the places of the rows: true for rows that have
+            changed since the last full backup. A table's slots share it; None for a variable that
+            is no table.
+        first: the place of row `start` in `variable`.
+        joined: the `joined.Joined` that has the variable; None for a variable that is no table.
     """
 
     variable: Any
     server: int
     start: int
     stop: int
-    slots: dict[int, Any] = dataclasses.field(default_factory=dict)
+    slots: dict[int, VariableShard] = dataclasses.field(default_factory=dict)
     changed: Any = None
+    first: int = 0
+    joined: Any = None
 
-    def with_others(self) -> tuple[VariableShard, int]:
-        """(all rows of the variables with this shard and its slots, index of its first row).
+    @property
+    def dtype(self) -> tf.DType:
+        """The type of the rows."""
+        return self.variable.dtype
 
-        Returns the shard itself, and 0, unless all of these variables are shared with other tables.
-        """
-        rows, slots, changed = self.variable, self.slots, self.changed
-        if not all(isinstance(each, JoinedRows) for each in (rows, *slots.values(), changed)):
-            return self, 0
-        whole = {of: slot.variable for of, slot in slots.items()}
-        shard = VariableShard(rows.variable, self.server, 0, 0, whole, changed.variable)
-        return shard, rows.first
+    @property
+    def is_alone(self) -> bool:
+        """Whether the variable has no other rows."""
+        return self.joined is None or self.joined.room == self.stop - self.start
+
+    def with_others(self) -> VariableShard:
+        """All rows of the variables with this shard and its slots, if these have one `Joined`."""
+        if self.joined is None or any(s.joined is not self.joined for s in self.slots.values()):
+            return self
+        whole = {of: VariableShard(s.variable, s.server, 0, 0) for of, s in self.slots.items()}
+        return VariableShard(self.variable, self.server, 0, 0, whole, self.changed)
+
+    def places(self, ids: tf.Tensor) -> tf.Tensor:
+        """The places in `variable` of rows of this shard."""
+        return ids + tf.constant(self.first, ids.dtype) if self.first else ids
+
+    # On the server, the shard is a variable of these rows alone:
+
+    def read_value(self) -> tf.Tensor:
+        """All rows."""
+        return self._all_of(self.variable)
+
+    def marks(self) -> tf.Tensor:
+        """Bool [rows]: whether each has changed."""
+        return self._all_of(self.changed)
+
+    def _all_of(self, variable: tf.Variable) -> tf.Tensor:
+        if self.is_alone:
+            return variable.read_value()
+        return tf.gather(variable, tf.range(self.first, self.first + self.stop - self.start))
+
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """The rows at `indices`, int64 [n], which are not checked; `tf.gather` calls it."""
+        return tf.gather(self.variable, self.places(indices), name=name)
+
+    def scatter_update(self, rows: tf.IndexedSlices) -> Any:
+        """Replaces rows, and marks them as changed."""
+        with tf.control_dependencies(self.mark_changed(rows.indices)):
+            return self.replace(rows.indices, rows.values)
+
+    def store(self, start: int, rows: Any) -> Any:
+        """Replaces rows of the whole, from `start` on, by new or stored values, without a mark."""
+        with tf.device(server(self.server)):
+            first = start - self.start
+            ids = tf.range(first, first + tf.shape(rows, tf.int64)[0], dtype=tf.int64)
+            return self.replace(ids, tf.identity(rows))
+
+    def replace(self, ids: tf.Tensor, rows: tf.Tensor) -> Any:
+        """Replaces the rows `ids`, int64 [n], without a mark."""
+        return self.variable.scatter_update(tf.IndexedSlices(rows, self.places(ids)))
 
     def mark_changed(
         self, ids: tf.Tensor | None = None, trues: tf.Tensor | None = None
@@ -103,9 +184,20 @@ class VariableShard:
         if self.changed is None:
             return []
         if ids is None:
-            return [self.changed.assign(tf.fill(self.changed.shape, True))]
+            return [self.mark_all(True)]
         trues = tf.fill([tf.size(ids)], True) if trues is None else trues
-        return [self.changed.scatter_update(tf.IndexedSlices(trues, ids))]
+        return [self.changed.scatter_update(tf.IndexedSlices(trues, self.places(ids)))]
+
+    def mark_all(self, changed: bool) -> Any:
+        """Marks all rows as changed, or as unchanged; call it on the server."""
+        rows = self.stop - self.start
+        return tf.raw_ops.ResourceStridedSliceAssign(
+            ref=self.changed.handle,
+            begin=[self.first],
+            end=[self.first + rows],
+            strides=[1],
+            value=tf.fill([rows], changed),
+        )
 
 
 def blocks(
@@ -127,21 +219,14 @@ def look_up(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:
     Returns:
         [n, ...] in the process that calls.
     """
-    unique, positions = tf.unique(ids, out_idx=tf.int64)
-    if len(shards) == 1:
-        with tf.device(server(shards[0].server)):
-            rows = tf.gather(shards[0].variable, unique)
-        return tf.gather(tf.identity(rows), positions)
-    starts = tf.constant([shard.start for shard in shards[1:]], tf.int64)
-    owned_by = tf.searchsorted(starts, unique, side="right", out_type=tf.int32)
-    asked = tf.dynamic_partition(unique, owned_by, len(shards))
-    places = tf.dynamic_partition(tf.range(tf.size(unique)), owned_by, len(shards))
-    found = []
-    for shard, local_ids in zip(shards, asked, strict=True):
-        with tf.device(server(shard.server)):
-            rows = tf.gather(shard.variable, local_ids - shard.start)
-        found.append(tf.identity(rows))
-    return tf.gather(tf.dynamic_stitch(places, found), positions)
+    lookup = MultiTableLookup([shards])
+    route = lookup.traced_route([ids])
+    answers = []
+    for where, asked in route.asked.items():
+        with tf.device(server(where)):
+            rows = lookup.answer(where, *asked)
+        answers.append(tf.identity(rows))
+    return tf.gather(tf.concat(answers, axis=0), route.positions)
 
 
 def read_whole(shards: Sequence[VariableShard]) -> tf.Tensor:
@@ -149,7 +234,7 @@ def read_whole(shards: Sequence[VariableShard]) -> tf.Tensor:
     values = []
     for shard in shards:
         with tf.device(server(shard.server)):
-            value = shard.variable.read_value()
+            value = shard.read_value()
         values.append(tf.identity(value))
     return values[0] if len(values) == 1 else tf.concat(values, axis=0)
 
@@ -231,14 +316,15 @@ class MultiTableLookup:
         known: dict[Any, int] = {}
         for table, (offset, shards) in enumerate(zip(self._offsets, tables, strict=False)):
             for shard in shards:
-                held, first = shard.with_others()
-                same = id(held.variable), tuple(map(id, held.slots.values())), id(held.changed)
+                held = shard.with_others()
+                parts = held.variable, *(slot.variable for slot in held.slots.values())
+                same = held.first, *map(id, (*parts, held.changed))
                 if same not in known:
                     known[same] = len(known)
                     self.shards.setdefault(shard.server, []).append((table, held))
                     self._numbers.setdefault(shard.server, []).append(known[same])
                 self._starts.append(offset + shard.start)
-                self._shifts.append(first - offset - shard.start)
+                self._shifts.append(shard.first - held.first - offset - shard.start)
                 self._variables.append(known[same])
 
     def route(self, ids: Sequence[tf.Tensor]) -> Route:
@@ -252,6 +338,13 @@ class MultiTableLookup:
         """
         route: Route = self._one_op(list(ids))
         return route
+
+    def answer(self, where: int, sizes: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+        """[n, ...], rows that a `Route` asks for on a server; call it there."""
+        shards = [shard for _, shard in self.shards[where]]
+        each = tf.split(ids, sizes, num=len(shards))
+        rows = [shard.sparse_read(own) for shard, own in zip(shards, each, strict=True)]
+        return tf.concat(rows, axis=0)
 
     def traced_route(self, ids: list[tf.Tensor]) -> Route:
         """Computes the route, in the function that is being traced; see `route`."""

@@ -97,7 +97,7 @@ class Table(parameter_servers.RemoteRows):
             with tf.device(server(shard.server)):
                 shard.mark_changed()
             for start, stop in blocks(shard.start, shard.stop, self.row_bytes):
-                store_rows(shard, start, value[start:stop])
+                shard.store(start, value[start:stop])
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -142,14 +142,6 @@ class Table(parameter_servers.RemoteRows):
             f"<Table {self.path}: {self.dtype.name} {self.shape.as_list()}, {_size(self.bytes)} on "
             f"{servers} parameter servers>"
         )
-
-
-def store_rows(shard: VariableShard, start: int, rows: Any) -> Any:
-    """Stores rows of the whole, from `start` on, in a shard on its server."""
-    with tf.device(server(shard.server)):
-        first = start - shard.start
-        ids = tf.range(first, first + tf.shape(rows, tf.int64)[0], dtype=tf.int64)
-        return shard.variable.scatter_update(tf.IndexedSlices(tf.identity(rows), ids))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ import tensorflow as tf
 from tfmw.compat import models, parameter_servers, table_variables
 from tfmw.tables.hash_table import Part, bucket_of, counted
 from tfmw.tables.hash_table_embedding import HashTableEmbedding
-from tfmw.tables.shards import VariableShard, server
+from tfmw.tables.shards import server
 from tfmw.train.parameter_server.exchange import pack, unpack
 from tfmw.train.parameter_server.lookups import RowTransfer
 from tfmw.train.parameter_server.variables import ServerVariables
@@ -140,14 +140,15 @@ class _ServerPart:
         self.first_bucket = partitioning.units_of(rows.start, rows.stop)[0] if rows.stop else 0
         self._part = Part(layer, self.first_bucket, kept_steps)
         self._held: list[tuple[Any, Any]] = [
-            (variable, _Marking(server_variables.shards(variable)[number]))
+            (variable, server_variables.shards(variable)[number])
             for variable in layer.weights
             if variable is not layer.step
         ]
         steps = next(copies for v, copies in server_variables.scalars if v is layer.step)
         self._held.append((layer.step, steps[rows.server]))
         slots = server_variables.slots_of(layer.embeddings)
-        self._held += [(slot, rows.slots[id(slot)]) for slot in slots]
+        # a row's mark, which its slots share, is that of its values
+        self._held += [(slot, rows.slots[id(slot)].variable) for slot in slots]
         with tf.device(server(self.server)):
             self._turn = tf.CriticalSection(shared_name=f"tfmw_hash_table_{uuid.uuid4().hex}")
 
@@ -180,18 +181,3 @@ class _ServerPart:
             lambda: answers(message), exclusive_resource_access=False
         )
         return answer
-
-
-class _Marking:
-    """Rows of a variable on their server, which are marked for the next backup when they change."""
-
-    def __init__(self, shard: VariableShard):
-        self._shard = shard
-        self.dtype = shard.variable.dtype
-
-    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        return self._shard.variable.sparse_read(indices, name)
-
-    def scatter_update(self, rows: tf.IndexedSlices) -> None:
-        with tf.control_dependencies(self._shard.mark_changed(rows.indices)):
-            self._shard.variable.scatter_update(rows)

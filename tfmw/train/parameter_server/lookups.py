@@ -177,15 +177,14 @@ class Plan:
         """The requested rows of each group that has some on a server; runs there."""
         found = []
         for _, group in self._groups:
-            shards = [shard for _, shard in group.shards.get(where, [])]
-            if not shards:
+            if where not in group.shards:
                 continue
-            sizes, sent = sent[: len(shards)], sent[len(shards) :]
+            number = len(group.shards[where])
+            sizes, sent = sent[:number], sent[number:]
             count = tf.reduce_sum(sizes)
-            ids, sent = tf.split(sent[:count], sizes, num=len(shards)), sent[count:]
-            rows = [tf.gather(s.variable, own) for s, own in zip(shards, ids, strict=True)]
-            every = tf.concat(rows, axis=0)
-            found.append(tf.cast(every, self._travel.sent_as(every.dtype)))
+            rows = group.answer(where, sizes, sent[:count])
+            found.append(tf.cast(rows, self._travel.sent_as(rows.dtype)))
+            sent = sent[count:]
         return found
 
     def fetched(self, asked: LookupRequest, answers: dict[int, list[tf.Tensor]]) -> Fetched:

@@ -105,36 +105,30 @@ class Updates:
 
     def _rows(self, optimizer: Any, grads: Grads, fetched: Fetched) -> Iterator[tuple[int, Update]]:
         """(server, update) of the variables whose rows stay on their servers."""
-        shards_of = self.server_variables.shards
         by_kind: dict[Any, Grads] = {}
         for grad, variable in grads:
             if not contains(variable, self.remote):
                 continue
             if not isinstance(grad, tf.IndexedSlices):
-                for shard in shards_of(variable):
+                for shard in self.server_variables.shards(variable):
                     part = grad[shard.start : shard.stop] if shard.stop else grad
                     update = functools.partial(self.update_whole, optimizer, shard, variable)
                     yield shard.server, ([part], update)
-            elif contains(variable, self.server_variables.divided) or (
-                optimizers.updates_rows_alone(optimizer)
-            ):
-                decays = optimizers.uses_weight_decay(optimizer, variable)
-                kind = grad.dtype, tuple(variable.shape[1:]), decays
-                by_kind.setdefault(kind, []).append((grad, variable))
-            else:
-                (shard,) = shards_of(variable)
-                route = MultiTableLookup([[shard]]).route([_ids(grad)])
-                own, ids = route.send([grad.values])[shard.server], route.asked[shard.server][1]
-                every = functools.partial(self.update_every_row, optimizer, shard, variable)
-                yield shard.server, ([own, ids], every)
-        for grads_of_kind in by_kind.values():
+                continue
+            only_rows = optimizers.updates_rows_alone(optimizer) or contains(
+                variable, self.server_variables.divided
+            )
+            decays = optimizers.uses_weight_decay(optimizer, variable)
+            kind = (grad.dtype, *variable.shape[1:], decays) if only_rows else id(variable)
+            by_kind.setdefault((only_rows, kind), []).append((grad, variable))
+        for (only_rows, _), grads_of_kind in by_kind.items():
             members, group, route = self._route(grads_of_kind, fetched)
             rows = route.send([grad.values for grad, _ in members])
+            method = self.update_rows if only_rows else self.update_every_row
             for where, (sizes, ids) in route.asked.items():
                 shards = [(members[number][1], shard) for number, shard in group.shards[where]]
-                of_rows = functools.partial(self.update_rows, optimizer, shards)
                 sent = tf.cast(rows[where], self.travel.sent_as(rows[where].dtype))
-                yield where, ([sizes, ids, sent], of_rows)
+                yield where, ([sizes, ids, sent], functools.partial(method, optimizer, shards))
 
     def _route(self, grads: Grads, fetched: Fetched) -> tuple[Grads, MultiTableLookup, Route]:
         """The route of gradients: usually the one of the rows that the step has fetched.
@@ -182,15 +176,20 @@ class Updates:
         for variable, grad in zip(pack.variables, parts, strict=True):
             self.update_whole(optimizer, self.server_variables.shard(variable), variable, grad)
 
-    def _pairs(self, variable: Any, shard: VariableShard) -> list[tuple[Any, Any]]:
-        """(Keras variable or slot, its rows in a shard); `variable` first."""
+    def _pairs(self, variable: Any, shard: VariableShard) -> list[tuple[Any, VariableShard]]:
+        """(Keras variable or slot, its shard); `variable` first."""
         slots = self.server_variables.slots_of(variable)
-        return [(variable, shard.variable), *((s, shard.slots[id(s)]) for s in slots)]
+        return [(variable, shard), *((s, shard.slots[id(s)]) for s in slots)]
 
     def update_whole(self, optimizer: Any, shard: VariableShard, variable: Any, grad: Any) -> None:
         """Updates a shard with a dense gradient of its shape, as `optimizer.apply` would."""
+        if not shard.is_alone:
+            ids = tf.range(shard.stop - shard.start, dtype=tf.int64)
+            self.update_rows(optimizer, [(variable, shard)], tf.shape(ids), ids, grad)
+            return
+        pairs = self._pairs(variable, shard)
         with tf.control_dependencies(shard.mark_changed()):
-            _apply(optimizer, variable, grad, self._pairs(variable, shard))
+            _apply(optimizer, variable, grad, [(each, own.variable) for each, own in pairs])
         if variable.constraint is not None:
             shard.variable.assign(variable.constraint(shard.variable.read_value()))
 
@@ -227,15 +226,22 @@ class Updates:
             _apply(optimizer, shards[0][0], rows, pairs)
 
     def update_every_row(
-        self, optimizer: Any, shard: VariableShard, variable: Any, rows: tf.Tensor, ids: tf.Tensor
+        self,
+        optimizer: Any,
+        shards: Sequence[tuple[Any, VariableShard]],
+        sizes: tf.Tensor,
+        ids: tf.Tensor,
+        rows: tf.Tensor,
     ) -> None:
-        """Updates a whole shard from gradients of some rows, as Keras does: all slots decay.
+        """Updates a whole variable from gradients of some rows, as Keras does: all slots decay.
 
         Args:
-            rows, ids: see `update_rows`.
+            shards: the only one; see `update_rows` for the others.
         """
+        del sizes
+        ((variable, shard),) = shards
         shape = shard.variable.shape.as_list()
-        dense = tf.math.unsorted_segment_sum(rows, ids, shape[0])
+        dense = tf.math.unsorted_segment_sum(tf.cast(rows, shard.dtype), ids, shape[0])
         self.update_whole(optimizer, shard, variable, tf.ensure_shape(dense, shape))
 
 
@@ -263,24 +269,21 @@ class ServerRows:
     step.
 
     Args:
-        server_variables: variables on the server that runs this; their rows have one shape and
-            type.
-        ids: for each variable int64 [n], distinct rows.
-        sizes: int64 [variables], number of ids of each.
+        shards: shards on the server that runs this; their rows have one shape and type.
+        ids: for each shard int64 [n], distinct rows.
+        sizes: integers [shards], number of ids of each.
     """
 
-    def __init__(
-        self, server_variables: Sequence[tf.Variable], ids: Sequence[tf.Tensor], sizes: tf.Tensor
-    ):
-        self._variables = server_variables
+    def __init__(self, shards: Sequence[VariableShard], ids: Sequence[tf.Tensor], sizes: tf.Tensor):
+        of_each = list(zip(shards, ids, strict=True))
+        self._variables = [shard.variable for shard in shards]
         self._sizes = sizes
-        self._ids = ids
+        self._places = [shard.places(own) for shard, own in of_each]
         # Read even if an update only adds: a gather prefetches rows into the cache, while a scatter
         # would wait for each.
-        of_each = zip(server_variables, ids, strict=True)
-        self._rows = tf.concat([tf.gather(variable, own) for variable, own in of_each], axis=0)
-        self.dtype = server_variables[0].dtype
-        self._unique_id = server_variables[0]._unique_id
+        self._rows = tf.concat([shard.sparse_read(own) for shard, own in of_each], axis=0)
+        self.dtype = shards[0].dtype
+        self._unique_id = shards[0].variable._unique_id
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -304,7 +307,7 @@ class ServerRows:
 
     def _scatter(self, method: str, value: tf.Tensor) -> None:
         """Calls a method of each variable with its rows of `value`."""
-        each = self._ids
+        each = self._places
         parts = tf.split(value, self._sizes, num=len(each)) if len(each) > 1 else [value]
         for variable, part, own in zip(self._variables, parts, each, strict=True):
             getattr(variable, method)(tf.IndexedSlices(part, own))

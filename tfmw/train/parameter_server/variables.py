@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -44,7 +44,7 @@ from tfmw.compat.optimizers import (
 from tfmw.errors import UsageError
 from tfmw.tables.hash_table_embedding import HashTableEmbedding
 from tfmw.tables.shards import BLOCK_BYTES, VariableShard, blocks, server
-from tfmw.tables.table import is_table, store_rows, table_of
+from tfmw.tables.table import is_table, table_of
 
 logger = logging.getLogger("tfmw")
 
@@ -147,7 +147,7 @@ class ServerVariables:
         every = [v for optimizer in self.optimizers for v in optimizer.variables]
         slots = [slot for of_variable in self._slots.values() for slot in of_variable]
         for variable in [*unique(every, slots), *self.steps]:
-            copies = [self._create(variable, s) for s in range(servers)]
+            copies = [self._create(variable, s).variable for s in range(servers)]
             self.scalars.append((variable, copies))
         # One server counts: one that receives gradients, so that a count follows its update.
         self.home = self.shards(by_size[0])[0].server
@@ -162,63 +162,55 @@ class ServerVariables:
     # ------------------------------------------------------------ placing
 
     def _place(self, variable: Any, count: int) -> list[VariableShard]:
-        table = table_of(variable)
+        shards = []
+        for number, place in enumerate(self._places(variable, count)):
+            slots = {id(s): self._held(s, number, place) for s in self.slots_of(variable)}
+            shards.append(dataclasses.replace(self._held(variable, number, place), slots=slots))
+        return shards
+
+    def _places(self, variable: Any, count: int) -> Iterator[tuple[int, int, int]]:
+        """Yields (server, start, stop) of each shard; 0 and 0 if the variable is not divided."""
+        table, leader = table_of(variable), _leader(variable)
         if table is not None:
-            return [self._with_slots(variable, number) for number in range(len(table.shards))]
-        leader = _leader(variable)
-        if leader is not variable:
+            yield from ((shard.server, shard.start, shard.stop) for shard in table.shards)
+        elif leader is not variable:
             beside = functools.partial(_partitioning(variable).rows_beside, _partitioning(leader))
-            return [
-                self._shard(variable, s.server, *(beside(s.start, s.stop) if s.stop else (0, 0)))
-                for s in self.shards(leader)
-            ]
-        ranges = _partitioning(variable).ranges(count) if count > 1 else [(0, 0)]
-        return [self._shard(variable, int(np.argmin(self._load)), *rows) for rows in ranges]
+            for shard in self.shards(leader):
+                rows = beside(shard.start, shard.stop) if shard.stop else (0, 0)
+                yield shard.server, *rows
+        else:
+            for rows in _partitioning(variable).ranges(count) if count > 1 else [(0, 0)]:
+                yield int(np.argmin(self._load)), *rows
 
-    def _shard(self, variable: Any, where: int, start: int, stop: int) -> VariableShard:
-        rows = (start, stop) if stop else None
-        slots = {id(s): self._create(s, where, rows) for s in self.slots_of(variable)}
-        return VariableShard(self._create(variable, where, rows), where, start, stop, slots)
+    def _held(self, variable: Any, number: int, place: tuple[int, int, int]) -> VariableShard:
+        """A shard of a variable or slot, which exists if it is a table."""
+        table = table_of(variable)
+        if table is None:
+            return self._create(variable, *place)
+        where, start, stop = place
+        self._load[where] += (stop - start) * table.row_bytes
+        return table.shards[number]
 
-    def _with_slots(self, variable: Any, number: int) -> VariableShard:
-        """Creates one shard of a table, and those of its slots that are no tables."""
-        shard: VariableShard = models.native(variable).shards[number]
-        slots = {}
-        for slot in self.slots_of(variable):
-            table = table_of(slot)
-            slots[id(slot)] = (
-                self._create(slot, shard.server, (shard.start, shard.stop))
-                if table is None
-                else table.shards[number].variable
-            )
-        own = shard.variable
-        self._load[shard.server] += (1 + len(slots)) * own.shape.num_elements() * own.dtype.size
-        return dataclasses.replace(shard, slots=slots)
-
-    def _create(
-        self, variable: Any, where: int, rows: tuple[int, int] | None = None
-    ) -> tf.Variable:
-        """Creates a variable on a server with the coordinator's value, sent in blocks."""
+    def _create(self, variable: Any, where: int, start: int = 0, stop: int = 0) -> VariableShard:
+        """Creates a shard on a server with the coordinator's values, sent in blocks."""
         own = models.native(variable)
         shape = own.shape.as_list()
-        start, stop = rows or (0, shape[0] if shape else 0)
-        if rows is not None:
-            shape = [stop - start, *shape[1:]]
+        if stop:
+            shape[0] = stop - start
         size = int(np.prod(shape)) * own.dtype.size
         self._load[where] += size
         with tf.device(server(where)):
+            value = functools.partial(tf.zeros, shape, own.dtype)
             if size <= BLOCK_BYTES:
-                value = own.read_value() if rows is None else own[start:stop]
-                return models.own_variable(value, trainable=own.trainable, name="server_variable")
-            server_variable = models.own_variable(
-                lambda: tf.zeros(shape, own.dtype), trainable=own.trainable, name="server_variable"
-            )
-        shard = VariableShard(server_variable, where, start, stop)
-        for a, b in blocks(start, stop, size // (stop - start)):
-            with tf.device(_COORDINATOR):
-                block = tf.gather(own, tf.range(a, b))
-            store_rows(shard, a, block)
-        return server_variable
+                value = own[start:stop] if stop else own.read_value()
+            created = models.own_variable(value, trainable=own.trainable, name="server_variable")
+        shard = VariableShard(created, where, start, stop)
+        if size > BLOCK_BYTES:
+            for a, b in blocks(start, start + shape[0], size // shape[0]):
+                with tf.device(_COORDINATOR):
+                    block = tf.gather(own, tf.range(a, b))
+                shard.store(a, block)
+        return shard
 
     def slots_of(self, variable: Any) -> list[Any]:
         """The optimizers' slots (Keras variables) of one trainable variable."""
@@ -258,11 +250,10 @@ class ServerVariables:
         for variable in unique(self.trainable + self.state):
             for shard in self.shards(variable):
                 if weights and not is_table(variable):
-                    _fetch(shard.variable, variable, shard)
-                if slots:
-                    for slot in self.slots_of(variable):
-                        if not is_table(slot):
-                            _fetch(shard.slots[id(slot)], slot, shard)
+                    _fetch(shard, variable)
+                for slot in self.slots_of(variable) if slots else ():
+                    if not is_table(slot):
+                        _fetch(shard.slots[id(slot)], slot)
         counts = [*(optimizer.iterations for optimizer in self.optimizers), *self.steps]
         for variable, copies in self.scalars:
             if contains(variable, counts):
@@ -366,19 +357,19 @@ def _shard_count(variable: Any, partition: Callable[[Sequence[int], tf.DType], i
     return min(count, max(1, _partitioning(variable).units))
 
 
-def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) -> None:
-    """Copies a server variable's rows into the coordinator's variable, block by block."""
+def _fetch(shard: VariableShard, variable: Any) -> None:
+    """Copies a shard's rows into the coordinator's variable, block by block."""
     own = models.native(variable)
-    shape = server_variable.shape.as_list()
-    size = int(np.prod(shape)) * server_variable.dtype.size
+    shape = shard.variable.shape.as_list()
+    size = int(np.prod(shape)) * shard.dtype.size
     if not shard.stop and size <= BLOCK_BYTES:
-        own.assign(server_variable.read_value())
+        own.assign(shard.variable.read_value())
         return
     for a, b in blocks(0, shape[0], size // max(shape[0], 1)):
         with tf.device(server(shard.server)):
             # Reading a variable that had sparse updates copies it whole, while gathering rows does
             # not.
-            block = tf.gather(server_variable, tf.range(a, b))
+            block = shard.sparse_read(tf.range(a, b))
         with tf.device(_COORDINATOR):
             rows = tf.range(shard.start + a, shard.start + b)
             own.scatter_update(tf.IndexedSlices(tf.identity(block), rows))
