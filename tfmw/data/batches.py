@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -71,9 +71,21 @@ def map_tensors(function: Callable[[Any], Any], structure: Any) -> Any:
     return tf.nest.map_structure(lambda t: None if t is None else function(t), structure)
 
 
+def tensors_of(batch: Any) -> list[Any]:
+    """The tensors (or specs) of a structure, without None."""
+    return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+
+
+def with_nones(spec: Any, tensors: Iterable[Any]) -> Any:
+    """The inverse of `tensors_of`, for a structure with the same None as `spec`."""
+    left = iter(tensors)
+    leaves = [None if leaf is None else next(left) for leaf in tf.nest.flatten(spec)]
+    return tf.nest.pack_sequence_as(spec, leaves)
+
+
 def examples_of(batch: Any) -> tf.Tensor:
     """int64 [], the number of examples in a batch."""
-    return rows_of(next(t for t in tf.nest.flatten(batch) if t is not None))
+    return rows_of(tensors_of(batch)[0])
 
 
 def rows_of(tensor: Any) -> tf.Tensor:
@@ -184,29 +196,21 @@ def filled(steps: tf.data.Dataset, spec: Any, whole: bool = False) -> tf.data.Da
         spec: spec of a batch.
         whole: whether empty shards get all rows of that shard.
     """
-    specs = tf.nest.flatten(spec)
 
     def step(state: tuple[Any, ...], element: tuple[tuple[Any, ...], tf.Tensor]) -> Any:
         parts, counts = element
+        last: list[Any] = tf.nest.pack_sequence_as(
+            tensors_of(parts[0]), state, expand_composites=True
+        )
         out = []
-        last: list[Any] = [t for t in tf.nest.flatten(parts[0]) if t is not None]
-        last = tf.nest.pack_sequence_as(last, state, expand_composites=True)
         for part in parts:
-            some = examples_of(part) > 0
-            leaves = tf.nest.flatten(part)
-            tensors = [t for s, t in zip(specs, leaves, strict=True) if s is not None]
-            now = [_either(some, *pair) for pair in zip(tensors, last, strict=True)]
-            last = [
-                _either(some, t if whole else rows_from(t, 0, _FIRST_ONLY), before)
-                for t, before in zip(tensors, last, strict=True)
-            ]
-            rest = iter(now)
-            out.append(
-                tf.nest.pack_sequence_as(spec, [s if s is None else next(rest) for s in specs])
-            )
+            some, own = examples_of(part) > 0, tensors_of(part)
+            out.append(with_nones(spec, [_either(some, *p) for p in zip(own, last, strict=True)]))
+            rows = own if whole else [rows_from(tensor, 0, _FIRST_ONLY) for tensor in own]
+            last = [_either(some, *pair) for pair in zip(rows, last, strict=True)]
         return _components(last), (tuple(out), counts)
 
-    first = [zeros(s, 1) for s in specs if s is not None]
+    first = [zeros(leaf, 1) for leaf in tensors_of(spec)]
     return steps.scan(_components(first), without_autograph(step))
 
 

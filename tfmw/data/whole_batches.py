@@ -25,6 +25,8 @@ from tfmw.data.batches import (
     map_elements,
     parts_of,
     rows_of,
+    tensors_of,
+    with_nones,
     without_autograph,
     without_optionals,
     zeros,
@@ -287,20 +289,16 @@ def is_at_most_once(x: Any) -> bool:
 
 
 def _of_function(pipeline: Pipeline, sharding: Sharding) -> Shard:
-    dataset, local_replicas = pipeline.dataset, sharding.local_replicas
     if sharding.replicas == 1:
         return of_one_replica(pipeline)
-    if local_replicas == 1:
-        steps = map_elements(dataset, lambda batch: ((batch,), examples_of(batch)[None]))
-    else:
-        batches = map_elements(dataset, lambda batch: (batch, examples_of(batch)))
-        steps = _taken_together(batches, pipeline.spec, local_replicas)
+    batches = map_elements(pipeline.dataset, lambda batch: (batch, examples_of(batch)))
+    steps = _taken_together(batches, pipeline.spec, sharding.local_replicas)
     return with_unknown_totals(steps, pipeline.spec, sharding, None)
 
 
 def by_batches(pipeline: Pipeline, sharding: Sharding, size: int | None, read_ahead: bool) -> Shard:
     """Gives whole batches to replicas, R of them in a step."""
-    local, count, spec = sharding.local_replicas, pipeline.length, pipeline.spec
+    count, spec = pipeline.length, pipeline.spec
     remainder = 0 if count in (None, INFINITE) else count % sharding.replicas
     # A worker without a batch in the last step gets a copy of the last one, which does not count.
     more = 0 < remainder <= sharding.local.start
@@ -315,10 +313,7 @@ def by_batches(pipeline: Pipeline, sharding: Sharding, size: int | None, read_ah
 
     batches = pipeline.dataset.enumerate().filter(without_autograph(is_read))
     batches = batches.map(without_autograph(with_count))
-    if local == 1:
-        steps = batches.map(without_autograph(lambda batch, count: ((batch,), count[None])))
-    else:
-        steps = _taken_together(batches, spec, local)
+    steps = _taken_together(batches, spec, sharding.local_replicas)
     shard = with_unknown_totals(steps, spec, sharding, size, whole=True, read_ahead=read_ahead)
     if count is None:
         return shard
@@ -333,25 +328,19 @@ def _taken_together(batches: tf.data.Dataset, spec: Any, local: int) -> tf.data.
 
     The pipeline is read once: each reading of a shuffle has an order of its own.
     """
-    given = [leaf is not None for leaf in tf.nest.flatten(spec)]  # a window cannot contain None
-
-    def leaves(batch: Any) -> tuple[Any, ...]:
-        return tuple(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
-
-    def whole(leaves: Any) -> Any:
-        left = iter(leaves)
-        return tf.nest.pack_sequence_as(spec, [next(left) if has else None for has in given])
-
-    others = tf.data.Dataset.from_tensors((leaves(zeros(spec, 0)), np.int64(0))).repeat(local)
+    if local == 1:
+        return batches.map(without_autograph(lambda batch, count: ((batch,), count[None])))
+    empty = tuple(tensors_of(zeros(spec, 0))), np.int64(0)  # a window cannot contain None
+    others = tf.data.Dataset.from_tensors(empty).repeat(local)
 
     def together(*window: Any) -> Any:
         # A window has a dataset for each tensor; the last one may be short.
         elements = tf.data.Dataset.zip(window).concatenate(others)
         taken = (elements.skip(d).take(1).get_single_element() for d in range(local))
         parts, counts = zip(*taken, strict=True)
-        return tuple(map(whole, parts)), tf.stack(counts)
+        return tuple(with_nones(spec, part) for part in parts), tf.stack(counts)
 
-    flat = batches.map(without_autograph(lambda batch, count: (leaves(batch), count)))
+    flat = batches.map(without_autograph(lambda batch, count: (tuple(tensors_of(batch)), count)))
     return flat.window(local).map(without_autograph(together))
 
 
