@@ -130,6 +130,22 @@ def parts_and_total(sharding: Sharding, batch: Any) -> tuple[Any, tf.Tensor, tf.
     return *parts_of(batch, sharding), examples_of(batch)
 
 
+def own_parts(
+    sharding: Sharding, size: int, count: int | None, number: tf.Tensor, batch: Any
+) -> tuple[Any, tf.Tensor, tf.Tensor]:
+    """This worker's examples of global batch `number` -> `parts_and_total` of that batch.
+
+    Args:
+        size: number of examples of a whole global batch.
+        count: number of examples of all global batches; None if each is whole.
+    """
+    total = tf.constant(size, tf.int64)
+    if count is not None:
+        total = tf.minimum(total, count - number * size)
+    parts, _ = parts_of(batch, Sharding(local_replicas=sharding.local_replicas))
+    return parts, sharding.counts(total), total
+
+
 def first_rows(tensors: Any, count: tf.Tensor) -> Any:
     """The first `count` (integer []) rows of each tensor of a structure."""
     return map_tensors(

@@ -10,15 +10,15 @@ shards. All workers make the same number of steps. Example j of a global batch g
 R, if there are R replicas (`Sharding.replicas`). So the k-th global batch is the same for any
 number of workers. A replica without an example gets a copy of a real one, which does not count.
 
-There are five ways to shard, the cheapest first:
+There are four ways to shard, the cheapest first:
 
-* `below_maps` of indices: for arrays and `from_index`, where nothing is mapped before `batch`. The
-  pipeline has indices in place of examples, and a worker copies or reads its own examples only.
-* `below_maps` of examples: for a pipeline that ends in `batch`. Between its source and the batch it
-  has only maps, shuffles, repeats, takes and skips. A map does not change the positions of
-  elements, so examples are selected below the maps: each worker maps only its own examples. A
-  worker computes the size of every global batch from the source's cardinality. If that is unknown
-  (files, filters, generators), the workers add up their examples at each step.
+* `below_maps`: for a pipeline that ends in `batch`. Between its source and the batch it has only
+  maps, shuffles, repeats, takes and skips. A map does not change the positions of elements, so
+  examples are selected below the maps: each worker maps only its own examples. Indices replace a
+  source that has an index (arrays, `from_index`). So a worker copies or reads only its own
+  examples, those of a batch together. A worker computes the size of every global batch from the
+  source's cardinality. If that is unknown (files, filters, generators), the workers add up their
+  examples at each step.
 * `by_slices`: for all other pipelines, and arrays. Every worker runs the whole pipeline and keeps
   its rows of each global batch; `step_of` selects those of small batches within the step.
 * `by_batches`: if batches must not be split. Batch j goes to replica j mod R, and R batches make a
@@ -37,7 +37,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfmw.compat.pipelines import INFINITE, MOVES, SAME, SELECTIONS, Pipeline
@@ -47,7 +46,7 @@ from tfmw.data.batches import (
     first_rows,
     kept_trace,
     map_elements,
-    parts_and_total,
+    own_parts,
     parts_of,
     without_autograph,
     without_optionals,
@@ -237,8 +236,10 @@ class Batched:
 
     @functools.cached_property
     def indexed(self) -> Indexed | None:
-        """The source by indices of examples; None if it has no index."""
-        return Indexed.of(self.source)
+        """The source by indices of examples, if that pays; None if it has no index."""
+        indexed = Indexed.of(self.source)
+        # Arrays under maps would be copied for the batch, and again for each map.
+        return None if indexed is None or (self.maps and indexed.rows is None) else indexed
 
     @property
     def rows(self) -> Rows | None:
@@ -259,68 +260,39 @@ class Batched:
 def below_maps(whole: Batched, sharding: Sharding) -> _Way | None:
     """The way to shard a pipeline that ends in `batch`; None for pipelines of `by_slices`."""
     indexed, size = whole.indexed, whole.size
-    if not whole.maps and indexed is not None:
-        return indexed.indices, size, lambda rest: _by_index(whole, indexed, rest, sharding)
-    if size < sharding.replicas:
-        return None  # some replicas have no example in any batch, and would copy those of others
-    source = whole.source if indexed is None or whole.rows is None else indexed.indices
-    if source.length is None and whole.drop_remainder:
-        # Only the sum over all workers shows whether the last batch is full.
+    source = whole.source if indexed is None else indexed.indices
+    if source.length is None and (whole.drop_remainder or size < sharding.replicas):
+        # Only the sum over all workers shows whether the last batch is full. And replicas without
+        # an example in any batch would copy those of others, which that sum would count.
         return None
     return source, size, lambda rest: _by_examples(whole, rest, sharding)
 
 
 def _by_examples(whole: Batched, rest: Pipeline, sharding: Sharding) -> Shard:
     """The shard of single examples, or of their indices, which are mapped by their own worker."""
-    size, count, rows = whole.size, rest.length, whole.rows
-    known = count is not None and count != INFINITE and not whole.drop_remainder
-    elements = _local_elements(rest.dataset, size, sharding, count if known else None)
-    own = sharding.local_rows(size)
+    size, count, indexed = whole.size, rest.length, whole.indexed
+    always_full = count is not None and (whole.drop_remainder or count == INFINITE)
+    own = max(1, sharding.local_rows(size))
     local = Sharding(local_replicas=sharding.local_replicas)
-    if rows is not None:
-        elements = elements.batch(own).map(without_autograph(rows.examples), **rows.parallel)
-        elements = elements.unbatch()
+    elements = _local_elements(rest.dataset, size, sharding, None if always_full else count)
+    if indexed is not None:
+        parallel = {} if indexed.rows is None else indexed.rows.parallel
+        indices = elements.batch(own, always_full)
+        batches = indices.map(without_autograph(indexed.examples), **parallel)
+        elements = batches.unbatch() if whole.maps else batches
     for function in whole.maps:
         elements = function.on(elements)
-    batches = elements.batch(own, drop_remainder=count is not None and not known)
+    if whole.maps or indexed is None:
+        elements = elements.batch(own, always_full)
     if count is None:
-        parts = map_elements(batches, lambda batch: parts_of(batch, local))
+        parts = map_elements(elements, lambda batch: parts_of(batch, local))
         return with_unknown_totals(parts, whole.spec, sharding, size)
-    if count == INFINITE:
-        totals = tf.data.Dataset.from_tensors(np.int64(size)).repeat()
-    else:
-        steps = count // size if whole.drop_remainder else -(-count // size)
-        totals = tf.data.Dataset.range(steps).map(
-            without_autograph(lambda k: tf.minimum(np.int64(size), count - k * size))
-        )
+    if always_full and count != INFINITE:
+        elements = elements.take(count // size)
 
-    def divided(batch: Any, total: tf.Tensor) -> Any:
-        parts, _ = parts_of(batch, local)
-        return parts, sharding.counts(total), total
-
-    zipped = tf.data.Dataset.zip((batches, totals)).map(without_autograph(divided))
-    return whole.shard(configured(zipped), count, sharding)
-
-
-def _by_index(whole: Batched, indexed: Indexed, rest: Pipeline, sharding: Sharding) -> Shard:
-    """The shard of a pipeline over arrays: a worker copies its own examples only."""
-    size, count = whole.size, rest.length
-    assert count is not None  # arrays have a known length
-    batches = rest.dataset.batch(size, whole.drop_remainder)
-    always_full = whole.drop_remainder or count == INFINITE
-    local_indices = kept_trace(parts_and_total, sharding)
-
-    def local_batch(indices: tf.Tensor) -> Any:
-        own, counts, total = local_indices(indices)
-        for replica, part in zip(sharding.local, own, strict=True):
-            if always_full:
-                part.set_shape([max(1, len(range(replica, size, sharding.replicas)))])
-        return tuple(map(indexed.examples, own)), counts, total
-
-    parallel = {} if indexed.rows is None else indexed.rows.parallel
-    local = batches.map(without_autograph(local_batch), **parallel)
-    tuned = indexed.rows is not None or not is_small(whole.spec, size)
-    return whole.shard(configured(local, tuned=tuned), count, sharding)
+    divided = kept_trace(own_parts, sharding, size, None if always_full else count)
+    tuned = indexed is None or indexed.rows is not None or not is_small(whole.spec, size)
+    return whole.shard(configured(elements.enumerate().map(divided), tuned=tuned), count, sharding)
 
 
 def _local_elements(
@@ -328,19 +300,23 @@ def _local_elements(
 ) -> tf.data.Dataset:
     """The elements at this worker's positions of each global batch of `size`.
 
+    A worker without any position in a batch gets the first element, and one without a position in
+    the last batch the last one. They do not count.
+
     Args:
-        count: number of elements, if known. A worker without an example in the last batch gets the
-            last element.
+        count: number of elements, if known.
     """
+    own = sharding.local_rows(size)
     last, remainder = divmod(count or 0, size)
-    more = bool(remainder) and not sharding.local_rows(remainder)
+    more = bool(own and remainder) and not sharding.local_rows(remainder)
     last = last * size + remainder - 1
     if size % sharding.replicas == 0 and sharding.local_replicas == 1 and not more:
         return source.shard(sharding.replicas, sharding.rank)
 
     def is_local(j: tf.Tensor, _: Any) -> tf.Tensor:
-        own = sharding.is_local(j % size)
-        return own | tf.equal(j, last) if more else own
+        place = j % size
+        is_own = sharding.is_local(place) if own else tf.equal(place, 0)
+        return is_own | tf.equal(j, last) if more else is_own
 
     local = source.enumerate().filter(without_autograph(is_local))
     return local.map(without_autograph(lambda _, element: element))
