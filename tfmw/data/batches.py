@@ -221,7 +221,8 @@ def filled(steps: tf.data.Dataset, spec: Any, whole: bool = False) -> tf.data.Da
         out = []
         for part in parts:
             some, own = examples_of(part) > 0, tensors_of(part)
-            out.append(with_nones(spec, [_either(some, *p) for p in zip(own, last, strict=True)]))
+            now = [_either(some, *pair) for pair in zip(own, last, strict=True)]
+            out.append(with_nones(spec, now))
             rows = own if whole else [rows_from(tensor, 0, _FIRST_ONLY) for tensor in own]
             last = [_either(some, *pair) for pair in zip(rows, last, strict=True)]
         return _components(last), (tuple(out), counts)
