@@ -38,7 +38,7 @@ def transcript() -> list[tuple[str, str]]:
         (EVENT, "                         (kill -9 of worker 1's process, in another terminal)"),
         (
             EVENT,
-            f"tfmw: restart 1 of 3 at once, of worker 1 alone: {CUT} at step 46: SIGKILL",
+            f"tfmw: worker 1 is replaced (not counted as a restart): {CUT} at step 46: SIGKILL",
         ),
         (OUTPUT, "[worker 0] tfmw: the workers continue after step 46"),
         *epochs[2:],

@@ -44,7 +44,14 @@ class Trained:
 
     @property
     def restarts(self) -> int:
-        return self.output.count("tfmw: restart ")
+        return self.output.count("tfmw: restart ") + self.replaced
+
+    @property
+    def replaced(self) -> int:
+        return self.output.count(REPLACED)
+
+
+REPLACED = "is replaced (not counted as a restart)"
 
 
 # The action of a test when a worker reports a step: (worker, step, attempt, pid).
@@ -70,7 +77,7 @@ def train(
     with forked_command(*command, env=env) as run:
         for line in run.lines():
             output += line
-            attempt += line.startswith(("tfmw: restart ", "tfmw: attempt "))
+            attempt += line.startswith(("tfmw: restart ", "tfmw: attempt ")) or REPLACED in line
             if found := re.search(r"\[worker (\d)\] made step (\d+) (\d+)", line):
                 worker, step, pid = map(int, found.groups())
                 made.append(time.monotonic())
@@ -264,7 +271,7 @@ def test_chaos_many_kills_at_random_moments(undisturbed, tmp_path):
     done = train(tmp_path, disturb, "--max-restarts", "8")
     assert_same(done, undisturbed)
     assert len(killed) == len(moments)
-    assert done.restarts == len(moments)
+    assert done.replaced == done.restarts == len(moments)
     assert_complete(tmp_path / "backup")
 
 

@@ -38,8 +38,10 @@ class DiesOnce(keras.callbacks.Callback):
         self.order = order
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if _is_to_die(epoch):
+        died = Path(f"{self.order}.died")
+        if _is_to_die(epoch) and not died.exists():
             wait_for(Path(self.order).exists)
+            died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 

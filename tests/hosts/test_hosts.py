@@ -217,3 +217,27 @@ def test_with_a_bucket_the_host_that_leads_dies_and_comes_back(tmp_path, monkeyp
     assert results[0]["run"] == results[1]["run"]
     assert results[0]["weights"] == results[1]["weights"]
     np.testing.assert_allclose(results[0]["history"]["ids"], [47.5] * epochs, rtol=1e-6)
+
+
+def test_a_killed_worker_is_replaced_on_its_host(tmp_path):
+    """The other host's worker stays, and waits; no attempt begins, and nothing is on disk."""
+    undisturbed = run_cluster("lost_workers.py", "arrays", workers=2)
+    ends = ["kill:1:1:2", "kill:0:2:4"]
+    with Hosts(
+        *(tmp_path, 2, "--max-restarts=1"),
+        program="lost_workers.py",
+        flags=["arrays", *ends],
+        env={"TFMW_TOKEN": TOKEN},
+        bucket=f"dir:{tmp_path}/supervisors",
+        forked=True,
+    ) as h:
+        assert h.end() == [0, 0], h.output()
+        results, output = h.results(), h.output()
+    assert len(results) == 2
+    for found, expected in zip(results, undisturbed, strict=True):
+        for name in ("state", "history", "seen", "score"):
+            assert found[name] == expected[name], name
+    replaced = re.findall(r"tfmw: (worker \d) is replaced \(not counted as a restart\)", output)
+    assert sorted(replaced) == ["worker 0", "worker 1"]
+    assert "attempt 0 on " in output
+    assert "attempt 1 on " not in output

@@ -3,8 +3,9 @@
     hold = Hold(path)
     hold.reached("backup")     # "holds in backup of attempt 2, process 4711", as long as it is to
 
-The file names one point, one worker and an attempt: `{"point": "backup", "worker": 0, "after": 1}`.
-That worker waits there, in an attempt after that one, while the file names them.
+The file names one point, one worker, an attempt and processes: `{"point": "backup", "worker": 0,
+"after": 1, "held": [4711]}`. That worker waits there, in an attempt after that one and in another
+process, while the file names them.
 """
 
 import json
@@ -17,10 +18,10 @@ from typing import Any
 LONGEST_S = 120.0
 
 
-def hold_at(path: Path, point: str, worker: int, after: int) -> None:
-    """Names the point where a worker is to hold next, in an attempt after that one."""
+def hold_at(path: Path, point: str, worker: int, after: int, held: list[int]) -> None:
+    """Names the point where a worker is to hold next, in a later attempt and another process."""
     temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps({"point": point, "worker": worker, "after": after}))
+    temporary.write_text(json.dumps({"point": point, "worker": worker, "after": after, "held": held}))
     temporary.replace(path)
 
 
@@ -42,6 +43,7 @@ class Hold:
             point != found.get("point")
             or os.environ.get("TFMW_TASK") != f"worker {found['worker']}"
             or attempt <= found["after"]
+            or os.getpid() in found["held"]
         ):
             return
         print(f"holds in {point} of attempt {attempt}, process {os.getpid()}", flush=True)

@@ -107,13 +107,17 @@ class Attempt:
         first = next(iter(self.before.values()), Division(at=self._status.since))
         for task in self.tasks:
             task.division = self.before.get(task.name, first)
-        kinds = {kind for kind, _ in self.layout} if self.cluster is None else set(self.cluster)
+        kinds = [kind for kind, _ in self.layout]
+        if self.cluster is not None:
+            kinds = [kind for kind, tasks in self.cluster.items() for _ in tasks]
         self._has_ps = "ps" in kinds
         # Whether a lost worker is replaced while the others wait for it.
-        several = [kind for kind, _ in self.layout].count("worker") > 1
-        here = several and self.cluster is None and not self._has_ps
-        self._replaces = here and self._options.max_restarts > 0 and not self._options.elastic
+        workers, here = kinds.count("worker"), [kind for kind, _ in self.layout].count("worker")
+        together = workers > 1 and not (self._has_ps or self._options.elastic)
+        self._elsewhere = workers > here  # whether other machines have workers
+        self._replaces = together and self._options.max_restarts > 0
         self._replaced: list[Task] = []  # ended tasks that were restarted alone
+        self._replaced_at = -1  # the largest step at which a worker was replaced
         # Task -> time to restart it alone; infinity: not decided yet.
         self._due: dict[str, float] = {}
         self._output = OutputPump(self.context.display)
@@ -363,7 +367,7 @@ class Attempt:
             killed = all(not task.error() and is_external(task.status, None) for task in failed)
             if not (self._replaces and killed):
                 return False
-            reason = why_all_restart(failed, self.tasks)
+            reason = why_all_restart(failed, self.tasks, self._elsewhere)
             if reason and any(task.progress().replaceable for task in self.tasks):
                 self.context.display.line(f"tfmw: {failed[0].name} is not replaced alone: {reason}")
             if reason is not None:
@@ -375,20 +379,28 @@ class Attempt:
                     task.signal(signal.SIGKILL)
                 continue
             failure = self._diagnosis.failure(task, task.error())
-            allowed = self.policy.allows_restart_alone(failure)
-            if allowed is None:
-                self._due[task.name] = _NEVER
-                continue
-            if not allowed:
-                return False
+            replaced = self._replaces and task.kind == "worker"
+            if replaced and failure.step > self._replaced_at:
+                self._replaced_at, delay_s = failure.step, 0.0
+                how = f"{task.name} is replaced (not counted as a restart)"
+            else:
+                allowed = self.policy.allows_restart_alone(failure)
+                if allowed is None:
+                    self._due[task.name] = _NEVER
+                    continue
+                if not allowed:
+                    return False
+                trained = elastic and failure.external and failure.step >= 0
+                delay_s = 0.0 if trained else backoff_s(task.restart)
+                how = (
+                    f"restart {self.policy.restarts} of {self._options.max_restarts} "
+                    f"{when(delay_s)}, of {task.name} alone"
+                )
             self._replace(task)
-            trained = (elastic or self._replaces) and failure.external and failure.step >= 0
-            delay_s = 0.0 if trained else backoff_s(task.restart)
             self._due[task.name] = time.monotonic() + delay_s
             self.context.display.line(
-                f"tfmw: restart {self.policy.restarts} of {self._options.max_restarts} "
-                f"{when(delay_s)}, of {task.name} alone: it failed in attempt {self.number} after "
-                f"{failure.seconds:.1f} s{at_step(failure.step)}: {failure.description}"
+                f"tfmw: {how}: it failed in attempt {self.number} after {failure.seconds:.1f} s"
+                f"{at_step(failure.step)}: {failure.description}"
             )
         return True
 

@@ -267,17 +267,24 @@ def _without_frames(lines: list[str]) -> list[str]:
     return kept
 
 
-def why_all_restart(failed: Sequence[Task], tasks: Sequence[Task]) -> str | None:
+def why_all_restart(
+    failed: Sequence[Task], tasks: Sequence[Task], elsewhere: bool = False
+) -> str | None:
     """Reason why killed tasks are not replaced while the others wait, as a clause.
 
     Returns None if the others wait for new tasks, and "" if it is not known yet.
+
+    Args:
+        elsewhere: whether workers of other machines wait, too, if the killed tasks had a copy.
     """
     others = [task for task in tasks if task not in failed and task.kind != "evaluator"]
-    if not others or any(task.has_ended() for task in others):
+    if not (others or elsewhere) or any(task.has_ended() for task in others):
         return "the other workers have ended, too"
-    if all(task.progress().blocked_in == REJOINS for task in others):
+    if others and all(task.progress().blocked_in == REJOINS for task in others):
         return None
     if not all(task.progress().replaceable for task in failed):
         return "the workers have no copy of the state in memory"
+    if not others:
+        return None
     late = time.monotonic() >= max(task.ended for task in failed) + REJOIN_S
     return f"the others did not notice its end in {REJOIN_S:g} s" if late else ""
