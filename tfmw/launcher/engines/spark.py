@@ -48,10 +48,11 @@ class Spark(Engine):
         context = _context()
         number = secrets.token_hex(4)
         folder = Path(tempfile.mkdtemp(prefix="tfmw-job-"))
-        job = _jobs[number] = SparkJob(self, number, folder)
+        job = SparkJob(self, number, folder)
         controller = Controller(spec, SparkTasks(context, payload, number), folder)
         job.thread = threading.Thread(target=controller.run, name=f"tfmw-{number}", daemon=True)
         job.thread.start()
+        _jobs[number] = job  # now that it has a state
         return job
 
     def attach(self, number: str) -> SparkJob:
