@@ -388,7 +388,8 @@ class Contract:
         assert_equal((history, model), fit_on_two_workers)
         shown = capsys.readouterr()
         assert "tfmw: worker 1 is replaced (not counted as a restart)" in shown.out
-        assert re.search(r"\[worker 0 on \S+\] .*workers continue after step \d+", shown.out)
+        continued = r"\[worker 0 on \S+\] .*workers continue after step \d+"
+        assert re.search(continued, shown.out), shown.out
         assert "restored step" not in shown.out
         assert re.search(r"^tfmw: (?:goodput|took) ", shown.out, re.MULTILINE)
         assert "tfmw: " in shown.err, "where it runs"

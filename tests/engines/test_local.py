@@ -466,7 +466,9 @@ def test_a_killed_worker_of_a_fit_is_replaced_alone(task, tmp_path, capfd):
         )
         assert model.optimizer.iterations == 21
         weights.append(model.get_weights())
-    assert f"tfmw: {task} is replaced (not counted as a restart): it failed" in capfd.readouterr().out
+    assert (
+        f"tfmw: {task} is replaced (not counted as a restart): it failed" in capfd.readouterr().out
+    )
     starts = [path.name.rpartition(" ")[0] for path in tmp_path.glob("worker *")]
     assert sorted(starts) == sorted([task, "worker 0", "worker 1"])
     for alone, restarted in zip(*weights, strict=True):

@@ -72,18 +72,23 @@ def test_exchanges_of_many_workers(machines: list[int], monkeypatch: pytest.Monk
                 "sum": workers[rank].sum(arrays[rank].copy()),
                 "rows": workers[rank].gather([np.full([rank % 3], rank)])[0],
                 "first": workers[rank].broadcast(arrays[rank].copy()),
+                "shifted": workers[rank].shift([np.full(rank % 3, rank, "f"), arrays[rank]]),
             }
 
         found = in_threads(size, exchanged)
         parts = [workers[rank].own_part(cuts) for rank in range(size)]
+        previous = [worker.previous for worker in workers]
     rows = np.concatenate([np.full([rank % 3], rank) for rank in range(size)])
-    for part, results in zip(parts, found, strict=True):
+    assert sorted(previous) == list(range(size))
+    for part, before, results in zip(parts, previous, found, strict=True):
         assert not isinstance(results, Exception), results
         np.testing.assert_array_equal(results["own"], total[part])
         np.testing.assert_array_equal(results["all"], total)
         np.testing.assert_array_equal(results["sum"], total)
         np.testing.assert_array_equal(results["rows"], rows)
         np.testing.assert_array_equal(results["first"], arrays[0])
+        sent = np.concatenate([np.full(before % 3, before, "f"), arrays[before]])
+        np.testing.assert_array_equal(results["shifted"].view("f"), sent)
     assert sorted((part.start, part.stop) for part in parts) == list(itertools.pairwise(cuts))
 
 

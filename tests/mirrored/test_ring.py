@@ -176,6 +176,21 @@ def test_broadcast_of_the_first_workers_array(joined, size, length):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
+def test_shift_has_the_arrays_of_the_previous_worker(joined, size):
+    rings = joined(size)
+    for lengths in ([3, 0, 5, 1], [0, 0, 0, 0], [1_000_003, 1, 2, 3]):
+        arrays = [[np.full((2, n), r, "f"), np.arange(r)] for r, n in enumerate(lengths[:size])]
+
+        def shifted(rank: int, own: Any = arrays) -> Any:
+            return rings[rank].shift(own[rank])
+
+        found = in_threads(size, shifted)
+        for rank, values in enumerate(found):
+            assert rings[rank].previous == (rank - 1) % size
+            assert values.tobytes() == b"".join(a.tobytes() for a in arrays[rank - 1])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_gather_is_ordered_by_rank(joined, size):
     rings = joined(size)
     for lengths in ([3, 0, 5, 1], [0, 0, 0, 0], [70_000, 1, 2, 3]):

@@ -1,18 +1,20 @@
 """Every interleaving of deaths and messages of three workers, while steps and views change.
 
 The explorer walks through all states that the workers can reach. A worker may die in each of them,
-and messages that it has sent may arrive or be lost.
+and messages that it has sent may arrive or be lost. Workers have the whole state, or each has its
+own shard of it and that of the worker before.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 
-from tfmw.train.mirrored.peer_state import most_advanced
+from tfmw.train.mirrored.state_copies import continued
 
 SIZE = 3
 
@@ -21,7 +23,8 @@ class View(NamedTuple):
     """A set of connections between all workers."""
 
     number: int
-    source: int | None  # rank of the worker whose state is taken; None: nobody has a state
+    # Ranks of the workers whose copies together are the state that all take; none: there is none.
+    senders: tuple[int, ...]
     step: int  # step of that state
 
 
@@ -29,16 +32,20 @@ class Hello(NamedTuple):
     """The knowledge of a worker that joins the next view."""
 
     view: int  # number of the last view that it was in; 0: none
-    step: int | None  # step of its state; None: it has no state
+    steps: tuple[int, ...]  # steps of its complete copies
 
 
 Decide = Callable[[Sequence[Hello]], View]
 
 
-def next_view(hellos: Sequence[Hello]) -> View:
-    source = most_advanced([hello.step for hello in hellos])
-    step = None if source is None else hellos[source].step
-    return View(1 + max(hello.view for hello in hellos), source, step or 0)
+def next_view(sharded: bool, hellos: Sequence[Hello]) -> View:
+    copies = [
+        [(step, (rank - 1) % SIZE if sharded else None) for step in hello.steps]
+        for rank, hello in enumerate(hellos)
+    ]
+    step, senders = continued(copies) or (0, {})
+    of_state = sorted(set(senders.values()))[: None if sharded else 1]
+    return View(1 + max(hello.view for hello in hellos), tuple(of_state), step)
 
 
 class Worker(NamedTuple):
@@ -49,8 +56,14 @@ class Worker(NamedTuple):
     view: View | None = None
     says_hello: bool = False
     step: int | None = None  # number of steps of its state
+    before: int | None = None  # those of its copy before, until it begins the next one
     sent: bool = False  # whether it has contributed to the next step
-    got: frozenset[int] = frozenset()  # ranks whose contributions to that step it has
+    # ranks whose contributions to that step it has, or before it has a state, whose copies
+    got: frozenset[int] = frozenset()
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        return tuple(step for step in (self.before, self.step) if step is not None)
 
 
 class Message(NamedTuple):
@@ -96,7 +109,7 @@ def moves(state: State, decide: Decide) -> Iterator[State]:
         else:
             yield from steps_of(state, rank, worker)
     if all(worker.alive and worker.says_hello for worker in state.workers):
-        view = decide([Hello(worker.last, worker.step) for worker in state.workers])
+        view = decide([Hello(worker.last, worker.copies) for worker in state.workers])
         met = state
         for rank in range(SIZE):
             met = met.with_worker(rank, says_hello=False)
@@ -123,9 +136,13 @@ def left(state: State, rank: int) -> State:
 
 def entered(state: State, rank: int, view: View) -> State:
     state = dataclasses.replace(state, replies=state.replies - {(rank, view)})
-    state = state.with_worker(rank, view=view, last=view.number)
-    if rank == view.source:
-        others = [other for other in range(SIZE) if other != rank]
+    changes: dict[str, Any] = {"before": None}
+    if view.step in state.workers[rank].copies:
+        changes["step"] = view.step
+    state = state.with_worker(rank, view=view, last=view.number, **changes)
+    if rank in view.senders:
+        # The others ignore it, so that there are fewer states.
+        others = [o for o in range(SIZE) if view.step not in state.workers[o].copies]
         return state.with_messages(
             [Message(rank, other, view.number, view.step, is_state=True) for other in others]
         )
@@ -142,9 +159,10 @@ def steps_of(state: State, rank: int, worker: Worker) -> Iterator[State]:
         others = [other for other in range(SIZE) if other != rank]
         sent = [Message(rank, other, view.number, worker.step) for other in others]
         got = worker.got | {rank}
-        yield state.with_worker(rank, sent=True, got=got).with_messages(sent)
+        yield state.with_worker(rank, sent=True, got=got, before=None).with_messages(sent)
     elif len(worker.got) == SIZE:
-        yield state.with_worker(rank, step=worker.step + 1, sent=False, got=frozenset())
+        done = {"step": worker.step + 1, "before": worker.step}
+        yield state.with_worker(rank, sent=False, got=frozenset(), **done)
 
 
 def received(state: State, message: Message) -> Iterator[State]:
@@ -157,7 +175,11 @@ def received(state: State, message: Message) -> Iterator[State]:
         yield rest
     if message.is_state:
         behind = worker.step is None or worker.step < message.step
-        yield rest.with_worker(message.receiver, step=message.step) if behind else rest
+        got = worker.got | {message.sender}
+        if behind and got >= set(worker.view.senders):
+            yield rest.with_worker(message.receiver, step=message.step, got=frozenset())
+        else:
+            yield rest.with_worker(message.receiver, got=got) if behind else rest
     elif worker.step == message.step:
         yield rest.with_worker(message.receiver, got=worker.got | {message.sender})
 
@@ -185,11 +207,14 @@ def has_state(state: State) -> bool:
     return any(worker.step is not None for worker in state.workers)
 
 
-def require_right(before: State, after: State) -> None:
+def require_right(before: State, after: State, sharded: bool) -> None:
     """Checks a transition: a step is made for all or for none, and no state is of another step."""
     for old, new in zip(before.workers, after.workers, strict=True):
         if old.alive and new.alive and old.step is not None and new.step is not None:
-            assert new.step >= old.step, "a worker has lost a step"
+            least = old.step
+            if sharded and new.view is not None and new.view != old.view:
+                least = min(least, new.view.step)  # all make a step again that some have completed
+            assert new.step >= least, "a worker has lost a step"
     for view in {worker.view for worker in after.workers if worker.view is not None}:
         members = [worker for worker in after.workers if worker.view == view]
         own = [w.step for w in members if w.step is not None and w.step >= view.step]
@@ -197,7 +222,9 @@ def require_right(before: State, after: State) -> None:
         assert all(worker.step is None or worker.step >= view.step - 1 for worker in members)
 
 
-def explored(decide: Decide, steps: int = 1, most: int = 1) -> dict[State, list[State]]:
+def explored(
+    decide: Decide, steps: int = 1, most: int = 1, sharded: bool = False
+) -> dict[State, list[State]]:
     """Every reachable state, and those that follow it without a death.
 
     Args:
@@ -212,7 +239,7 @@ def explored(decide: Decide, steps: int = 1, most: int = 1) -> dict[State, list[
         found[state] = [without_late_messages(after) for after in moves(state, decide)]
         every = [*found[state], *map(without_late_messages, deaths(state, most))]
         for after in every:
-            require_right(state, after)
+            require_right(state, after, sharded)
         waiting += every
     return found
 
@@ -233,6 +260,7 @@ def stuck(found: dict[State, list[State]]) -> set[State]:
     return set(found) - reached
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(
     ("steps", "most"),
     [
@@ -241,34 +269,54 @@ def stuck(found: dict[State, list[State]]) -> set[State]:
         pytest.param(1, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_a_step_is_made_for_all_or_for_none_whoever_dies_whenever(steps: int, most: int) -> None:
-    found = explored(next_view, steps, most)
+def test_a_step_is_made_for_all_or_for_none_whoever_dies_whenever(
+    steps: int, most: int, sharded: bool
+) -> None:
+    found = explored(functools.partial(next_view, sharded), steps, most, sharded)
     assert not stuck(found)
     assert any({worker.step for worker in state.workers} == {None, 0, 1} for state in found)
+    if most == 1:  # the state survives any death
+        assert all(has_state(state) for state in found)
+        views = {worker.view for state in found for worker in state.workers if worker.view}
+        assert all(view.senders for view in views)
 
 
 def least_advanced(hellos: Sequence[Hello]) -> View:
-    view = next_view(hellos)
-    steps = [hello.step for hello in hellos if hello.step is not None]
-    if not steps:
+    view, steps = next_view(False, hellos), [hello.steps[-1:] for hello in hellos]
+    if not any(steps):
         return view
-    return View(view.number, [hello.step for hello in hellos].index(min(steps)), min(steps))
+    least = min(step for step in steps if step)
+    return View(view.number, (steps.index(least),), least[0])
 
 
 def without_a_new_number(hellos: Sequence[Hello]) -> View:
-    return next_view(hellos)._replace(number=1)
+    return next_view(False, hellos)._replace(number=1)
 
 
-@pytest.mark.parametrize("wrong", [least_advanced, without_a_new_number])
+def newest_shards_alone(hellos: Sequence[Hello]) -> View:
+    """As though each worker kept the newest copy of its shards only."""
+    return next_view(True, [Hello(hello.view, hello.steps[-1:]) for hello in hellos])
+
+
+@pytest.mark.parametrize("wrong", [least_advanced, without_a_new_number, newest_shards_alone])
 def test_the_exploration_finds_wrong_protocols(wrong: Decide) -> None:
     try:
-        found = explored(wrong)
+        found = explored(wrong, sharded=wrong is newest_shards_alone)
     except AssertionError:
         return
-    assert stuck(found)
+    views = {worker.view for state in found for worker in state.workers if worker.view}
+    assert stuck(found) or not all(view.senders for view in views)
 
 
-def test_the_most_advanced_state_is_taken() -> None:
-    assert most_advanced([41, 42, None, 42]) == 1
-    assert most_advanced([0, 0]) == 0
-    assert most_advanced([None, None]) is None
+def test_the_state_of_the_latest_step_that_is_complete_is_taken() -> None:
+    whole = [[(41, None)], [(42, None), (41, None)], [], [(42, None)]]
+    assert continued(whole) == (42, {1: 1, 3: 3})
+    assert continued([[(0, None)], [(0, None)]]) == (0, {0: 0, 1: 1})
+    assert continued([[], []]) is None
+    # Worker 2 is lost; worker 0 keeps its shards.
+    assert continued([[(7, 2)], [(7, 0)], []]) == (7, {0: 0, 1: 1, 2: 0})
+    # Worker 0 has completed the copy before only.
+    assert continued([[(7, 2)], [(7, 0), (8, 0)], []]) == (7, {0: 0, 1: 1, 2: 0})
+    # Two neighbours are lost.
+    assert continued([[(7, 3)], [(7, 0)], [], []]) is None
+    assert continued([[(7, 3)], [], [(7, 1)], []]) == (7, {0: 0, 1: 2, 2: 2, 3: 0})

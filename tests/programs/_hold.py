@@ -12,16 +12,18 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 LONGEST_S = 120.0
 
 
-def hold_at(path: Path, point: str, worker: int, after: int, held: list[int]) -> None:
+def hold_at(path: Path, point: str, worker: int, after: int, held: Sequence[int] = ()) -> None:
     """Names the point where a worker is to hold next, in a later attempt and another process."""
     temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps({"point": point, "worker": worker, "after": after, "held": held}))
+    found = {"point": point, "worker": worker, "after": after, "held": list(held)}
+    temporary.write_text(json.dumps(found))
     temporary.replace(path)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.helpers.cluster import ClusterRun, run_cluster
 from tfmw.train.checkpoint.store import BackupStore
+from tfmw.train.mirrored.sharded_update import SHARD_OPTIMIZER
 
 pytestmark = pytest.mark.process
 
@@ -21,10 +22,13 @@ SAME = ("state", "history", "seen", "score")
 
 
 @functools.cache
-def trained(data: str, *ends: str, backup_dir: str = "") -> ClusterRun:
+def trained(
+    data: str, *ends: str, backup_dir: str = "", workers: int = 2, sharded: bool = False
+) -> ClusterRun:
     options = ["--max-restarts", "5"] if ends else []
     options += ["--backup-dir", backup_dir] if backup_dir else []
-    return run_cluster("lost_workers.py", data, *ends, options=options)
+    env = {SHARD_OPTIMIZER: "on"} if sharded else {}
+    return run_cluster("lost_workers.py", data, *ends, options=options, workers=workers, env=env)
 
 
 def results(run: ClusterRun) -> list[dict[str, Any]]:
@@ -50,6 +54,23 @@ def test_a_worker_and_then_the_chief_are_killed(tmp_path: Path) -> None:
     newest = BackupStore(of_fit).newest()
     assert newest is not None
     assert newest.record["done"]
+
+
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.nightly), 3])
+def test_shards_of_slots_survive_the_loss_of_one_worker_and_then_of_another(
+    workers: int, tmp_path: Path
+) -> None:
+    """The worker after it in the ring has its shards; all workers write theirs to the disk."""
+    ends = "kill:1:1:2", f"kill:{workers - 1}:2:4"
+    undisturbed = trained("arrays", sharded=True, workers=workers)
+    disturbed = trained(
+        "arrays", *ends, sharded=True, workers=workers, backup_dir=str(tmp_path / "backup")
+    )
+    assert results(disturbed) == results(undisturbed)
+    assert [w["traces"] for w in disturbed] == [w["traces"] for w in undisturbed]
+    assert disturbed.output.count("is replaced (not counted as a restart)") == 2
+    assert "tfmw: restart " not in disturbed.output
+    assert "restored step" not in disturbed.output
 
 
 @pytest.mark.nightly

@@ -58,6 +58,14 @@ def fill(variable: Any, value: tf.Tensor) -> None:
             tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value, validate_shape=False)
 
 
+def assign(variable: Any, value: tf.Tensor) -> None:
+    """Assigns a value to a variable, which may have been freed."""
+    if is_freed(variable):
+        fill(variable, value)
+    else:
+        variable.assign(value)
+
+
 def free(variable: Any) -> None:
     """Frees the memory of every copy."""
     fill(variable, tf.zeros([0], variable.dtype))

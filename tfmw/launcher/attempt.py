@@ -368,10 +368,11 @@ class Attempt:
             if not (self._replaces and killed):
                 return False
             reason = why_all_restart(failed, self.tasks, self._elsewhere)
-            if reason and any(task.progress().replaceable for task in self.tasks):
-                self.context.display.line(f"tfmw: {failed[0].name} is not replaced alone: {reason}")
             if reason is not None:
-                return not reason
+                if any(task.progress().replaceable for task in self.tasks):
+                    line = f"tfmw: {failed[0].name} is not replaced alone: {reason}"
+                    self.context.display.line(line)
+                return False
         for task in failed:
             if not task.has_ended():  # it is exiting, and is killed if that takes too long
                 record = task.error()

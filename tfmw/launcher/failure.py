@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,6 @@ from tfmw.errors import PREEMPTED
 from tfmw.launcher.output import without_notices
 from tfmw.launcher.process import Task
 from tfmw.launcher.watchdog import HungTask
-from tfmw.observe.progress import REJOINS
-
-REJOIN_S = 5.0
-"""Seconds in which the others must notice the end of a task, if they are to wait for a new one."""
 
 MAX_LENGTH = 1000
 """Maximum length of a message; the task's log has all of it."""
@@ -270,21 +265,14 @@ def _without_frames(lines: list[str]) -> list[str]:
 def why_all_restart(
     failed: Sequence[Task], tasks: Sequence[Task], elsewhere: bool = False
 ) -> str | None:
-    """Reason why killed tasks are not replaced while the others wait, as a clause.
-
-    Returns None if the others wait for new tasks, and "" if it is not known yet.
+    """Reason why killed tasks are not replaced while the others wait, as a clause; or None.
 
     Args:
-        elsewhere: whether workers of other machines wait, too, if the killed tasks had a copy.
+        elsewhere: whether other machines have workers.
     """
     others = [task for task in tasks if task not in failed and task.kind != "evaluator"]
     if not (others or elsewhere) or any(task.has_ended() for task in others):
         return "the other workers have ended, too"
-    if others and all(task.progress().blocked_in == REJOINS for task in others):
-        return None
     if not all(task.progress().replaceable for task in failed):
         return "the workers have no copy of the state in memory"
-    if not others:
-        return None
-    late = time.monotonic() >= max(task.ended for task in failed) + REJOIN_S
-    return f"the others did not notice its end in {REJOIN_S:g} s" if late else ""
+    return None

@@ -31,9 +31,6 @@ NOT_UP, UP, JOINED = -3, -2, -1
 AT_THE_END = "the wait for other tasks"
 """The blocking call of a task that is done: it waits for other tasks without limit."""
 
-REJOINS = "the wait for a new worker"
-"""The blocking call of a worker that has lost another one, and waits for its replacement."""
-
 # The fields of `Progress`, with the values of the last one
 _LAYOUT = struct.Struct(f"=qq32sd?{len(Division().values())}d")
 

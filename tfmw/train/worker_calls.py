@@ -184,7 +184,7 @@ def _assign(variables: Iterable[Any], values: Mapping[int, np.ndarray]) -> None:
     for number, variable in enumerate(variables):
         if number in values:
             native, value = models.native(variable), tf.convert_to_tensor(values[number])
-            memory.fill(native, value) if memory.is_freed(native) else native.assign(value)
+            memory.assign(native, value)
 
 
 def _result(request: Request, arguments: dict[str, Any], prepared: bool) -> dict[str, Any]:

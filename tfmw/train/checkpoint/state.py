@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfmw.compat import models, placement
 from tfmw.compat.kept import kept_with
-from tfmw.compat.memory import new_tensor, view_of
+from tfmw.compat.memory import assign, new_tensor, view_of
 from tfmw.compat.metric_variables import metric_variables
 from tfmw.data.random_state import random_state
 from tfmw.errors import UsageError
@@ -141,8 +141,11 @@ def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
         if isinstance(native, Table) and name in layout:
             of_servers[name] = native
             continue
-        assign = native.replace if isinstance(native, Table) else native.assign
-        assign(tf.reshape(tf.cast(tensors[name], native.dtype), native.shape))
+        value = tf.reshape(tf.cast(tensors[name], native.dtype), native.shape)
+        if isinstance(native, Table):
+            native.replace(value)
+        else:
+            assign(native, value)
     if of_servers:
         tensors.restore(TableFiles(of_servers))  # type: ignore[attr-defined]
 

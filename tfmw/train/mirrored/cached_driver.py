@@ -46,9 +46,8 @@ class _CachedDriver(NamedTuple):
     @property
     def suits_new_workers(self) -> bool:
         """Whether a worker that has traced no step exchanges the same values."""
-        updates, state = self.driver.updates, self.driver.state
-        whole = all(update.parted is None for update in updates)
-        return whole and same_objects(state.variables(), state.all_variables())
+        state = self.driver.state
+        return same_objects(state.variables(), state.all_variables())
 
 
 def same_objects(some: list[Any], others: list[Any]) -> bool:

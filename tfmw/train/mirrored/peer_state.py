@@ -12,17 +12,20 @@ is written from the chief's copy. It is read only if no worker has a copy.
 A worker completes a copy only with messages of all others, and sends those for the next one only
 afterwards. So the copies of a view differ by one at most. If a worker dies after some have
 completed a copy and others have not, the newer one wins, because all have contributed to it. If
-only the dead worker had completed it, all make its steps again, with equal bits.
-`tests/mirrored/test_views.py` explores every interleaving for three workers.
+only the dead worker had completed it, all make its steps again, with equal bits. If workers shard
+the optimizer's slots, a worker's copy has its own shards, and those of the worker before it in the
+ring (`state_copies.py`). `tests/mirrored/test_views.py` explores every interleaving for three
+workers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,7 @@ from tfmw.cluster.cluster import REPLACES
 from tfmw.cluster.group import Group
 from tfmw.cluster.memory import usable_bytes
 from tfmw.compat import models, placement
+from tfmw.compat.memory import view_of
 from tfmw.launcher.output import say
 from tfmw.observe.progress import report_replaceable
 from tfmw.train.callbacks import BackupAndRestore
@@ -40,6 +44,8 @@ from tfmw.train.checkpoint import state
 from tfmw.train.checkpoint.resume import Backups, PythonState
 from tfmw.train.checkpoint.tensor_files import SlotParts
 from tfmw.train.mirrored.collectives import connection
+from tfmw.train.mirrored.collectives.all_reduce import AllReduce, RingBroken
+from tfmw.train.mirrored.state_copies import Copy, Shard, bytes_of, continued, whole_slots
 
 logger = logging.getLogger("tfmw")
 
@@ -47,19 +53,6 @@ _LEAST_S, _SHARE = 0.2, 0.01  # time between two copies; the share of the time t
 _MEMORY = 0.25  # share of the machine's memory that they may take
 
 _NOTICED_S = 2.0  # time in which the loss of a worker is known
-
-Copy = tuple[dict[str, Any], Mapping[str, Any]]
-"""(record, tensors by name), as in a backup."""
-
-
-def most_advanced(steps: Sequence[int | None]) -> int | None:
-    """Rank of the first worker with the newest copy; None if no worker has one.
-
-    Args:
-        steps: step of each worker's copy, in order of rank; None: it has none.
-    """
-    newest = max((step for step in steps if step is not None), default=None)
-    return None if newest is None else list(steps).index(newest)
 
 
 class PeerState(Backups):
@@ -70,7 +63,7 @@ class PeerState(Backups):
         strategy: the strategy of the workers, over their ring.
 
     Attributes:
-        kept: the last copy; None if there is none.
+        kept: the last complete copy; None if there is none.
     """
 
     def __init__(
@@ -82,8 +75,10 @@ class PeerState(Backups):
     ):
         super().__init__(group, asked, clock)
         self.on = True
-        self.kept: Copy | None = None
         self._strategy = strategy
+        self._complete: list[Copy] = []  # the last copy, and the one before while its memory lasts
+        # the shards of each worker, in order of rank, and the dtypes and shapes of whole slots
+        self._layout: tuple[list[list[Shard]], dict[str, Any]] = [], {}
         self._copies = [state.Snapshots(), state.Snapshots()]  # a copy stays until the next is done
         self._written: state.Snapshots | None = None  # the copy in the last backup
         self._copied_at = clock()
@@ -93,15 +88,19 @@ class PeerState(Backups):
     def __enter__(self) -> PeerState:
         return self
 
+    @property
+    def kept(self) -> Copy | None:
+        return self._complete[-1] if self._complete else None
+
     def begin_view(self) -> None:
-        """Continues with the state of a worker that has one, or else of the newest backup.
+        """Continues with the state that workers have in memory, or else of the newest backup.
 
         All tasks must call it.
         """
-        steps = self._group.from_all(None if self.kept is None else self.kept[0]["step"])
-        source = most_advanced(steps)
-        if source is not None:
-            self.kept = self._received(source)
+        if self._shared is not None:  # its write may wait for the lost worker
+            self._shared.give_up()
+        found = continued(self._group.from_all([(c.step, c.holds) for c in self._complete]))
+        slots = {} if found is None else self._receive(*found)
         is_new = not self._trains
         if is_new:
             super().__enter__()
@@ -110,10 +109,10 @@ class PeerState(Backups):
         if self.kept is not None:
             if is_new:
                 self._last = float("-inf")  # a new chief does not know when a backup was written
-            self.record, self.tensors = self.kept
+            self.record, self.tensors = self.kept.record, {**self.kept.tensors, **slots}
             self.on_disk = None, {}
             if self._group.is_chief:
-                say(f"tfmw: the workers continue after step {self.record['step']}")
+                say(f"tfmw: the workers continue after step {self.kept.step}")
         self._trains = True
 
     def _open(self) -> dict[str, Any] | None:
@@ -133,36 +132,69 @@ class PeerState(Backups):
         clean = self.kept is not None or not self._trains
         return isinstance(lost, tf.errors.UnavailableError) and clean
 
-    def _received(self, source: int) -> Copy:
-        """The copy of a worker, on all."""
-        own = None
+    def _receive(self, step: int, senders: Mapping[int, int]) -> dict[str, np.ndarray]:
+        """Gives all workers the copy of a step; returns the slots that none of them has whole."""
+        own = next((copy for copy in self._complete if copy.step == step), None)
+        source, described = min(senders.values()), None
+        arrays: dict[str, np.ndarray] = {}
         if self._group.rank == source:
-            assert self.kept is not None
-            record, tensors = self.kept
-            arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
-            described = {name: (a.dtype.name, a.shape) for name, a in arrays.items()}
-            own = record, described
-        record, described = self._group.from_all(own)[source]
-        ring = connection.ring_of(self._strategy)
-        assert ring is not None
+            assert own is not None
+            arrays = {name: np.asarray(tensor) for name, tensor in own.tensors.items()}
+            described = own.record, {n: (a.dtype.name, a.shape) for n, a in arrays.items()}
+        record, shapes = self._group.from_all(described)[source]
+        layouts, of_slots = self._group.from_all(self._layout)[source]
+        self._layout = [[Shard(*shard) for shard in shards] for shards in layouts], of_slots
         found = {}
-        for name, (dtype, shape) in described.items():
-            type_ = tf.as_dtype(dtype).as_numpy_dtype
-            array: np.ndarray = np.zeros(shape, type_)
+        for name, (dtype, shape) in shapes.items():
+            array = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
             if self._group.rank == source:
                 array[...] = arrays[name]
-            if array.size:  # the others add zeros, as bytes
-                ring.sum(array.reshape(-1).view(np.uint8), what="state")
-            found[name] = array
-        return record, found
+            found[name] = self._sum(array)
+        slots: dict[str, np.ndarray] = {}
+        shards: list[np.ndarray] = []  # the bytes of each worker's
+        for rank, of_one in enumerate(self._layout[0]):
+            received: np.ndarray = np.zeros(bytes_of(of_one, of_slots), np.uint8)
+            if self._group.rank == senders[rank]:
+                assert own is not None
+                np.concatenate([received[:0], *own.bytes_of(rank)], out=received)
+            shards.append(self._sum(received))
+            whole_slots(of_slots, of_one, received, slots)
+        if shards:
+            holds = self._ring.previous
+            own_shards = [shards[self._group.rank]]
+            self._complete = [Copy(record, found, own_shards, shards[holds], holds)]
+        else:
+            self._complete = [Copy(record, found)]
+        return slots
+
+    @property
+    def _ring(self) -> AllReduce:
+        ring = connection.ring_of(self._strategy)
+        assert ring is not None
+        return ring
+
+    def _sum(self, array: np.ndarray) -> np.ndarray:
+        """The array of the only worker whose array is not zeros, on all."""
+        if array.size:
+            with self._lost_named():
+                self._ring.sum(array.reshape(-1).view(np.uint8), what="state")
+        return array
+
+    @contextlib.contextmanager
+    def _lost_named(self) -> Iterator[None]:
+        """Replaces the error of an exchange by the one that says which worker was lost."""
+        try:
+            yield
+        except RingBroken as e:
+            raise self._group.root_cause(e) from None
 
     def restore(self, model: Any, batch_size: int | None) -> None:
         """Restores the copy on all workers, so that none sends it once more."""
         super().restore(model, batch_size)
         if self.kept is not None:
-            record, tensors = self.kept
-            state.restore(model, tensors)
-            models.set_unseeded_state(record["random"].get("keras"))
+            state.restore(model, self.tensors)
+            self.tensors = self.kept.tensors  # frees whole slots
+            models.set_unseeded_state(self.kept.record["random"].get("keras"))
 
     def signals(self) -> tuple[float, ...]:
         """The values of `Backups`, and whether a copy in memory is due."""
@@ -179,28 +211,35 @@ class PeerState(Backups):
         parts: SlotParts | None = None,
         write: bool = True,
     ) -> None:
-        """Copies the state, on all workers; the chief writes the copy if a backup is due."""
-        write = write and self.has_directory
+        """Copies the state, on all workers; the chief writes the copy if a backup is due.
+
+        If workers shard the optimizer's slots, a backup is written as without copies in memory.
+        """
+        write, own = write and self.has_directory, driver.slot_parts()
         # Only a backup records the end: without it, all tasks restart, and train up to it again.
         problem = "the training is complete" if write and record["done"] else self._problem(driver)
         if problem is not None:
             self._copy_no_more(problem)
-            if write:
-                super().save(driver, kept, callbacks, record, python_state, parts)
+        if write and (problem is not None or own is not None):
+            super().save(driver, kept, callbacks, record, python_state, parts)
+            write = False
+        if problem is not None:
             return
         begin = self._clock()
         entries, arrays = python_state or self.python_state(callbacks)
+        del self._complete[:-1]  # its memory is for the new copy
         self._copies.reverse()
         if self._copies[0] is self._written and self._writer.busy:
             self._copies[0] = state.Snapshots()
-        taken = self._copies[0].take(driver.model, driver.strategy, driver.trains_in_place)
+        taken = self._copies[0].take(driver.model, driver.strategy, driver.trains_in_place, own)
         seeds = {id(seed) for seed in placement.seeds_of(driver.model)}  # they differ by replica
         for name, variable in state.named(driver.model).items():
             if id(variable) in seeds:
                 arrays[name] = taken[name].numpy()
         entries = self._group.from_chief(lambda: entries)
         arrays = self._group.arrays_from_chief(arrays)
-        self.kept = {**record, **entries}, state.with_replicas({**taken, **arrays}, *kept)
+        tensors = state.with_replicas({**taken, **arrays}, *kept)
+        self._complete.append(Copy({**record, **entries}, tensors, *self._shards(driver, own)))
         report_replaceable(True)
         self._copied_at = self._clock()
         self._due_s = max(_LEAST_S, (self._copied_at - begin) / _SHARE)
@@ -209,27 +248,54 @@ class PeerState(Backups):
             if self._group.is_chief:
                 self._writer.wait()
                 self._written = self._copies[0]
-                self._submit(driver.model, callbacks, *self.kept)
+                full = self._complete[-1]
+                self._submit(driver.model, callbacks, full.record, dict(full.tensors))
+
+    def _shards(self, driver: Any, own: SlotParts | None) -> tuple[Any, ...]:
+        """The last three fields of a `Copy`: shards of this worker, and of the one before it."""
+        if own is None:
+            return ()
+        taken = self._copies[0].take_parts(driver.model, own)
+        if not self._layout[0]:
+            mine = [
+                (name, elements.start, elements.stop - elements.start)
+                for (name, _, _), (_, elements, _) in zip(taken, own.own, strict=True)
+            ]
+            whole = {id(variable) for variable in own.variables}
+            of_slots = {
+                name: (v.value.dtype.name, tuple(v.shape))
+                for name, v in state.named(driver.model).items()
+                if id(v) in whole
+            }
+            layouts = [[Shard(*s) for s in shards] for shards in self._group.from_all(mine)]
+            self._layout = layouts, of_slots
+        shards: list[np.ndarray] = [
+            view_of(values).reshape(-1).view(np.uint8) for _, _, values in taken
+        ]
+        with self._lost_named():
+            return shards, self._ring.shift(shards, "state"), self._ring.previous
 
     def _copy_no_more(self, problem: str) -> None:
         if self._due_s < float("inf") and self._group.is_chief:
             logger.info("workers keep no copies of the state in memory: %s", problem)
-        self.kept, self._due_s = None, float("inf")
+        self._complete, self._due_s = [], float("inf")
         report_replaceable(False)
 
     def _problem(self, driver: Any) -> str | None:
         """Reason why there are no copies; None if there is none. All tasks must call it."""
-        if driver.slot_parts() is not None:
-            return "each has a part of the optimizer's slots"
         if self.kept is not None:
             return None
-        size = sum(
-            math.prod(v.shape) * tf.as_dtype(v.dtype).size
-            for v in state.named(driver.model).values()
-        )
+        parts = driver.slot_parts()
+        of_slots = 0 if parts is None else _bytes_of(parts.variables)
+        size = _bytes_of(state.named(driver.model).values()) - of_slots
+        size += 2 * of_slots // self._group.size
         needed = 2 * size * int(os.environ.get("TFMW_LOCAL_TASKS", "1"))
         fits = self._group.from_chief(lambda: needed <= _MEMORY * usable_bytes())
         return None if fits else f"they would take {needed >> 20} MB"
+
+
+def _bytes_of(variables: Iterable[Any]) -> int:
+    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 
 def may_rejoin(strategy: tf.distribute.Strategy) -> bool:

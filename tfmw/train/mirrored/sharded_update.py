@@ -295,6 +295,10 @@ class ShardedUpdate:
         plan.gather_slots(keep=True, free=True)
         self._slots, self.weights_stale = Slots.WHOLE, True
 
+    def given_whole(self) -> None:
+        """Notes that the optimizer has its whole state, as after a restore of a failed call."""
+        self._slots, self.weights_stale = Slots.WHOLE, True
+
     def restore_alone(self) -> None:
         """Gives the optimizer the whole state after an error, if this process has all shards."""
         if len(self._transport.ranks) == self._transport.size:
@@ -340,7 +344,7 @@ def sharded_updates(model: Any, updates: list[ShardedUpdate]) -> Iterator[None]:
         update.weights_stale = True
     for update in updates:
         optimizer_part.refuse_empty(update.optimizer)
-        update.weights_stale = True
+        update.given_whole()
     kept.updates = updates
     try:
         yield

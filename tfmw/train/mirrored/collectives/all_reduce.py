@@ -5,6 +5,7 @@
     ring.all_gather(own, cuts, out=values)      # all shards, on all workers
     rows, = ring.gather([local])    # float32 [sum of n]: all workers' arrays, concatenated
     ring.broadcast(values)          # float32 [n]: the first worker's array
+    ring.shift([local])             # uint8 [n]: the bytes of the previous worker's arrays
 
 `ring.py` is one ring, `hierarchy.py` is rings in two levels.
 """
@@ -143,6 +144,21 @@ class AllReduce(abc.ABC):
         with self._exchange(what):
             return self._broadcast(values)
 
+    @property
+    @abc.abstractmethod
+    def previous(self) -> int:
+        """Rank in the training of the worker that sends to this one in `shift`."""
+
+    def shift(self, local: Sequence[np.ndarray], what: str = "shift") -> np.ndarray:
+        """uint8 [n], the bytes of the previous worker's arrays; this one's go to the next worker.
+
+        Args:
+            local: arrays of any shapes, which may differ between workers.
+            what: see `sum`.
+        """
+        with self._exchange(what):
+            return self._shift([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in local])
+
     def continue_over(self, new: AllReduce) -> None:
         """Takes the links of a new ring with the same ranks, for steps traced with this one."""
         vars(self).update(vars(new), turn=self.turn)
@@ -184,3 +200,6 @@ class AllReduce(abc.ABC):
 
     @abc.abstractmethod
     def _broadcast(self, values: np.ndarray) -> np.ndarray: ...
+
+    @abc.abstractmethod
+    def _shift(self, local: list[np.ndarray]) -> np.ndarray: ...

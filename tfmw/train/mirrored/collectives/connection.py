@@ -13,7 +13,7 @@ from tfmw.cluster.group import Group
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.compat.connected_strategy import ConnectedStrategy
 from tfmw.errors import TfmwError
-from tfmw.observe.progress import REJOINS, blocking_call
+from tfmw.observe.progress import blocking_call
 from tfmw.train.mirrored.collectives import hierarchy, listener, ring
 from tfmw.train.mirrored.collectives.all_reduce import AllReduce, RingBroken
 from tfmw.train.mirrored.collectives.hierarchy import HIERARCHY
@@ -64,7 +64,7 @@ def rejoin(made: Sequence[group.Made]) -> None:
     global _connected
     joined = membership.joined()
     assert joined is not None
-    with blocking_call(REJOINS):
+    with blocking_call("the wait for a new worker"):
         coordination.current().close()
         if _ring is not None:
             _ring.close()

@@ -136,6 +136,13 @@ class HierarchicalRing(AllReduce):
             self._between.broadcast(values, self._what)
         return self.within.broadcast(values, self._what)
 
+    @property
+    def previous(self) -> int:
+        return self._between.previous
+
+    def _shift(self, local: list[np.ndarray]) -> np.ndarray:
+        return self._between.shift(local, self._what)
+
 
 def by_machine(machines: Sequence[Hashable]) -> list[list[int]] | None:
     """Ranks of each machine's workers; None if one ring is as good, or the only possibility.
