@@ -330,7 +330,7 @@ def test_workers_killed_between_and_in_rounds_of_local_sgd(tmp_path):
         arguments=[*sync, f"--die={deaths}"],
     )
     assert_same(done, undisturbed)
-    assert done.restarts == 4
+    assert done.replaced == done.restarts == 4
 
 
 @pytest.mark.nightly

@@ -153,7 +153,7 @@ class Plan:
         arguments = self._arguments
         sources = (arguments.source, arguments.validation_source)
         again = all(s is None or not (s.is_read_once or s.is_function()) for s in sources)
-        plain = self._sync is None and again
+        plain = (self._sync is None or not self._sync.elastic) and again
         return plain and may_rejoin(self._context.strategy) and group.may_repeat()
 
     def _training(self, context: FitContext, backups: Backups) -> Training:
