@@ -295,6 +295,7 @@ def test_chaos_killed_in_steps_backups_validation_and_export(undisturbed, tmp_pa
     points = [death.split(":")[1] for death in deaths]
     assert list(re.findall(r"dies in (\w+)", done.output)) == points
     assert done.restarts == len(points)
+    assert done.replaced >= len(points) - 1  # all but the one in the export, after the training
     assert verify(export) == []
     assert [entry.name for entry in tmp_path.iterdir() if "export" in entry.name] == ["export"]
     assert_complete(tmp_path / "backup")

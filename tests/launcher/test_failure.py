@@ -39,8 +39,8 @@ ENDED = "the other workers have ended, too"
         ([a_task(-9), a_task(-9)], [a_task()], None),
         ([a_task(-9)], [], ENDED),
         ([a_task(-9)], [a_task(), a_task(0)], ENDED),
-        # its training needs all tasks to restart
-        ([a_task(-9, False)], [a_task()], "the workers have no copy of the state in memory"),
+        ([a_task(-9, False)], [a_task(), a_task(None, False)], None),
+        ([a_task(-9)], [a_task(None, False)], "the workers have no copy of the state in memory"),
     ],
 )
 def test_others_wait_for_a_new_task(failed: list[Any], others: list[Any], expected: Any) -> None:

@@ -468,6 +468,15 @@ class TestWatchdog:
             "worker 0", "did not join the cluster within 120 s"
         )
 
+    def test_a_task_that_is_started_again_alone_has_the_same_time_to_start(self, watchdog):
+        others, new = TaskStatus("worker 0", 900, 900), TaskStatus("worker 1", -3, 0)
+        self.now = 1000
+        watchdog.forget("worker 1")
+        self.now = 1119
+        assert watchdog.check([others, new]) is None
+        self.now = 1120
+        assert watchdog.check([others, new]) == HungTask("worker 1", "did not start within 120 s")
+
     def test_server_only_has_to_start(self, watchdog):
         self.now = 500
         assert watchdog.check([TaskStatus("ps 0", -2, 1, must_join=False)]) is None

@@ -273,6 +273,8 @@ def why_all_restart(
     others = [task for task in tasks if task not in failed and task.kind != "evaluator"]
     if not (others or elsewhere) or any(task.has_ended() for task in others):
         return "the other workers have ended, too"
-    if not all(task.progress().replaceable for task in failed):
+    # A worker of another machine has a copy if those that were lost had one.
+    known = [*others, *(failed if elsewhere else ())]
+    if not any(task.progress().replaceable for task in known):
         return "the workers have no copy of the state in memory"
     return None

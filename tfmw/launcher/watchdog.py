@@ -79,6 +79,7 @@ class Watchdog:
 
     def __post_init__(self) -> None:
         self._began_at = self.clock()
+        self._again_at: dict[str, float] = {}  # task that was restarted alone -> when
         # task -> (number of reports, time of the last one)
         self._last: dict[str, tuple[int, float]] = {}
         self._excused_until = 0.0  # time until which a task was in a blocking call
@@ -96,7 +97,8 @@ class Watchdog:
         )
 
     def forget(self, task: str) -> None:
-        """Discards the state of a task that is restarted alone."""
+        """Discards the state of a task that is restarted alone; its time to start begins anew."""
+        self._again_at[task] = self.clock()
         for known in (self._last, self._stopped_since, self._reported_lag):
             known.pop(task, None)
 
@@ -113,10 +115,13 @@ class Watchdog:
         return None
 
     def _late(self, statuses: Sequence[TaskStatus], now: float) -> HungTask | None:
-        if not self.start_timeout_s or now - self._began_at < self.start_timeout_s:
-            return None
-        missing = [s for s in statuses if s.step < (JOINED if s.must_join else UP)]
-        if not missing:
+        missing = [
+            s
+            for s in statuses
+            if s.step < (JOINED if s.must_join else UP)
+            and now - self._again_at.get(s.task, self._began_at) >= self.start_timeout_s
+        ]
+        if not missing or not self.start_timeout_s:
             return None
         # Started tasks may only be waiting for the one that has not started.
         last = min(missing, key=lambda s: (s.step, self._last[s.task][1]))

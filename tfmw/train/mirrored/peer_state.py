@@ -83,6 +83,7 @@ class PeerState(Backups):
         self._written: state.Snapshots | None = None  # the copy in the last backup
         self._copied_at = clock()
         self._due_s = 0.0  # time from the last copy to the next
+        self._lost_worker: tf.errors.UnavailableError | None = None  # in a step; the last one
         self._trains = False  # whether the model's state may be of a step that is not complete
 
     def __enter__(self) -> PeerState:
@@ -100,6 +101,9 @@ class PeerState(Backups):
         if self._shared is not None:  # its write may wait for the lost worker
             self._shared.give_up()
         found = continued(self._group.from_all([(c.step, c.holds) for c in self._complete]))
+        if found is None and self._lost_worker is not None:
+            self._due_s = float("inf")  # this worker's state is of no step, so all have to restart
+            raise self._lost_worker
         slots = {} if found is None else self._receive(*found)
         is_new = not self._trains
         if is_new:
@@ -129,8 +133,11 @@ class PeerState(Backups):
     def may_go_on(self) -> bool:
         """Whether a worker was lost, and this one can continue with a new one in its place."""
         lost = coordination.current().error(_NOTICED_S)
-        clean = self.kept is not None or not self._trains
-        return isinstance(lost, tf.errors.UnavailableError) and clean
+        copies = self._due_s < float("inf") or not self._trains
+        if not (isinstance(lost, tf.errors.UnavailableError) and copies):
+            return False
+        self._lost_worker = lost if self._trains else None
+        return True
 
     def _receive(self, step: int, senders: Mapping[int, int]) -> dict[str, np.ndarray]:
         """Gives all workers the copy of a step; returns the slots that none of them has whole."""
