@@ -2,12 +2,13 @@
 
     python -m bench.recovery [--repeat 3] [--torch-python /path/to/python]
 
-Two workers train a toy model with a backup every 20 steps; one of them is killed. For each
-contender it prints the range of three times, in seconds since the kill. They are: detected (the
-launcher says so, or the first process of the new attempt appears); restarted (the script runs
-again, in every new worker); first new step. tfmw replaces one lost worker; if both are killed, both
-resume from the backup. torchrun restarts the same training in PyTorch, if torch is installed: in
-this environment, or in the one of the given Python.
+Two workers train a toy model with a backup every 20 steps; one of them is killed. In one row the
+model has 25 million weights, whose optimizer the workers shard. For each contender it prints the
+range of three times, in seconds since the kill. They are: detected (the launcher says so, or the
+first process of the new attempt appears); restarted (the script runs again, in every new worker);
+first new step. tfmw replaces one lost worker; if both are killed, both resume from the backup.
+torchrun restarts the same training in PyTorch, if torch is installed: in this environment, or in
+the one of the given Python.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ GLOO_TIMEOUT_S = 10
 START_TIMEOUT_S = 60
 TIMEOUT_S = 300  # of a run that hangs
 BOTH = "tfmw run, both killed"
+LARGE = "tfmw run, 25 million weights"
 EVENTS = ("detected", "restarted", "first new step")
 
 
@@ -46,8 +48,8 @@ def _say(text: str) -> None:
     print(f"{text}\n", end="", flush=True)
 
 
-def train_tfmw(folder: str) -> None:
-    """A toy model on the cluster that `tfmw run` made."""
+def train_tfmw(folder: str, width: int) -> None:
+    """A model on the cluster that `tfmw run` made: a toy, or dense layers of this width."""
     _say(f"script {os.getpid()}")
     import keras
     import numpy as np
@@ -61,8 +63,10 @@ def train_tfmw(folder: str) -> None:
             _say(f"made step {int(self.model.optimizer.iterations)}")
             time.sleep(0.02)  # as in train_torch
 
-    model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(10), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    dense = keras.layers.Dense
+    hidden = [dense(width, activation="relu") for _ in range(3)] if width else [dense(10)]
+    model = keras.Sequential([keras.Input((20,)), *hidden, dense(1)])
+    model.compile("adam" if width else "sgd", "mse")
     x = np.random.default_rng(0).normal(size=(6400, 20)).astype("float32")
     tfmw.fit(
         model,
@@ -152,8 +156,8 @@ def measure(command: list[str], killed: int, new: int) -> dict[str, float]:
         again = 0
         for line in lines:
             now = time.monotonic() - begin
-            if "tfmw: restart" in line:
-                seen["detected"] = now
+            if "tfmw: restart" in line or "is replaced" in line:
+                seen.setdefault("detected", now)
             if found := re.search(r"script (\d+)", line):
                 scripts.append(int(found[1]))
                 again += 1
@@ -189,6 +193,7 @@ def measured(repeat: int, torch_python: str | None = None) -> dict[str, list[lis
     ways = {
         "tfmw run": tfmw,
         BOTH: tfmw,
+        LARGE: tfmw,
         "tfmw run, --standby off": [*tfmw, "--standby", "off"],
     }
     if torch_python := torch_python or with_torch():
@@ -200,6 +205,7 @@ def measured(repeat: int, torch_python: str | None = None) -> dict[str, list[lis
             with tempfile.TemporaryDirectory() as folder:
                 library = "torch" if name == "torchrun" else "tfmw"
                 train = [__file__, "--train", library, "--backup_dir", folder]
+                train += ["--width", str(3500 if name == LARGE else 0)]
                 killed = 2 if name == BOTH else 1
                 seen = measure([*way, *train], killed, 2 if name == "torchrun" else killed)
                 found[name].append([seen[event] for event in EVENTS])
@@ -230,9 +236,12 @@ def main() -> None:
     )
     parser.add_argument("--train", choices=("tfmw", "torch"), help=argparse.SUPPRESS)
     parser.add_argument("--backup_dir", help=argparse.SUPPRESS)
+    parser.add_argument("--width", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.train:
-        {"tfmw": train_tfmw, "torch": train_torch}[options.train](options.backup_dir)
+    if options.train == "tfmw":
+        train_tfmw(options.backup_dir, options.width)
+    elif options.train:
+        train_torch(options.backup_dir)
     elif options.hosts:
         from bench import hosts
 

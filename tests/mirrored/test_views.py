@@ -294,7 +294,7 @@ def without_a_new_number(hellos: Sequence[Hello]) -> View:
 
 
 def newest_shards_alone(hellos: Sequence[Hello]) -> View:
-    """As though each worker kept the newest copy of its shards only."""
+    """The decision of workers that keep the newest copy of their shards only."""
     return next_view(True, [Hello(hello.view, hello.steps[-1:]) for hello in hellos])
 
 

@@ -147,10 +147,10 @@ class PeerState(Backups):
         if self._group.rank == source:
             assert own is not None
             arrays = {name: np.asarray(tensor) for name, tensor in own.tensors.items()}
-            described = own.record, {n: (a.dtype.name, a.shape) for n, a in arrays.items()}
-        record, shapes = self._group.from_all(described)[source]
-        layouts, of_slots = self._group.from_all(self._layout)[source]
-        self._layout = [[Shard(*shard) for shard in shards] for shards in layouts], of_slots
+            shapes = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+            described = own.record, shapes, *self._layout
+        record, shapes, layout, of_slots = self._group.from_all(described)[source]
+        self._layout = [[Shard(*shard) for shard in shards] for shards in layout], of_slots
         found = {}
         for name, (dtype, shape) in shapes.items():
             array = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
@@ -158,20 +158,18 @@ class PeerState(Backups):
                 array[...] = arrays[name]
             found[name] = self._sum(array)
         slots: dict[str, np.ndarray] = {}
-        shards: list[np.ndarray] = []  # the bytes of each worker's
+        here, holds = self._group.rank, self._ring.previous
+        kept: dict[int, np.ndarray] = {}  # rank -> bytes of its shards
         for rank, of_one in enumerate(self._layout[0]):
             received: np.ndarray = np.zeros(bytes_of(of_one, of_slots), np.uint8)
-            if self._group.rank == senders[rank]:
+            if here == senders[rank]:
                 assert own is not None
                 np.concatenate([received[:0], *own.bytes_of(rank)], out=received)
-            shards.append(self._sum(received))
-            whole_slots(of_slots, of_one, received, slots)
-        if shards:
-            holds = self._ring.previous
-            own_shards = [shards[self._group.rank]]
-            self._complete = [Copy(record, found, own_shards, shards[holds], holds)]
-        else:
-            self._complete = [Copy(record, found)]
+            whole_slots(of_slots, of_one, self._sum(received), slots)
+            if rank in (here, holds):
+                kept[rank] = received
+        of_shards = ([kept[here]], kept[holds], holds) if kept else ()
+        self._complete = [Copy(record, found, *of_shards)]
         return slots
 
     @property
