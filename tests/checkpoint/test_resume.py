@@ -175,6 +175,20 @@ def test_row_35_killed_while_a_part_is_written_and_again_during_a_restore(
     assert runs[0]["history"] == undisturbed[0]["history"]
 
 
+def test_a_worker_killed_while_it_writes_its_part_is_replaced(folder, undisturbed):
+    """Its part of the state is in its neighbour's memory; the backup is not completed."""
+    places = "copies", "part 3@0:1"
+    runs, output = faults(folder / "replaced", *places, workers=2, restarts=1)
+    assert verify(folder / "replaced") == []
+    assert [run["attempt"] for run in runs] == ["0", "0"], output
+    assert "no backup could be written" in output
+    assert "worker 1 is replaced (not counted as a restart)" in output
+    assert not list((folder / "replaced").glob(".*writing*")), "a part of a backup was left"
+    assert runs[0]["bits"] == runs[1]["bits"] == undisturbed[0]["bits"]
+    assert runs[0]["counts"] == [3.0] * 48
+    assert runs[0]["history"] == undisturbed[0]["history"]
+
+
 @pytest.fixture(scope="module")
 def left_by_two(folder):
     """The backups of two workers that were told to leave in the middle of the second epoch."""

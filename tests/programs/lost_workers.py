@@ -19,6 +19,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs._result import write
+from tfmw.compat import memory, models
 from tfmw.train.checkpoint.store import BackupStore
 
 folder, index = Path(os.environ["TFMW_RESULT"]), int(os.environ["TFMW_TASK"].split()[1])
@@ -30,9 +31,12 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 class Ends(keras.callbacks.Callback):
     """Ends this process in the middle of an epoch."""
 
+    reads_optimizer = False  # so that its state may be in shards between steps
+
     def __init__(self) -> None:
         super().__init__()
         self.epoch = 0
+        self.has_shards = False
         self.seen: list[float] = []  # state of a callback, which a new worker continues
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -40,6 +44,8 @@ class Ends(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.seen.append(float(logs["loss"]))
+        slots = map(models.native, self.model.optimizer.variables)
+        self.has_shards = any(map(memory.is_freed, slots))
         if is_new:
             (folder / "continued").touch()
         for what in ends_of_workers:
@@ -97,6 +103,7 @@ write(
         "state": hashlib.sha256(b"".join(value.tobytes() for value in state)).hexdigest(),
         "history": history.history,
         "seen": ends.seen,
+        "has_shards": ends.has_shards,
         "score": score,
     }
 )

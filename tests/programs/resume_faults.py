@@ -5,6 +5,7 @@ the task has written its part of its Nth backup, before the chief knows. "leave 
 after that step instead. "apart": the task has another disk than the chief.
 
 Workers shard the update of the weights: at each place each has its part of the optimizer's state.
+They resume from the disk; with "copies" a worker is replaced alone, from copies in memory.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ import tfmw
 from tests.programs import _result
 from tests.programs._extremes import Extremes
 from tests.programs.counting import Counts
+from tfmw.cluster.cluster import REPLACES
 from tfmw.train.checkpoint import resume, tensor_files
 from tfmw.train.mirrored import sharded_update
 
 N, BATCH, EPOCHS = 48, 12, 3  # 4 steps in an epoch; 12 can be sharded over 1, 2 and 3 workers
 
+if "copies" not in sys.argv:
+    os.environ.pop(REPLACES, None)
 cluster = tfmw.init()
 me = f"{os.environ.get('TFMW_ATTEMPT', '0')}:{cluster.index}"
 places = [place for place, _, who in (f.partition("@") for f in sys.argv[2:]) if who == me]

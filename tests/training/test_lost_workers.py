@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.cases import each
 from tests.helpers.cluster import ClusterRun, run_cluster
 from tfmw.train.checkpoint.store import BackupStore
 from tfmw.train.mirrored.sharded_update import SHARD_OPTIMIZER
@@ -71,6 +72,7 @@ def test_shards_of_slots_survive_the_loss_of_one_worker_and_then_of_another(
     assert disturbed.output.count("is replaced (not counted as a restart)") == 2
     assert "tfmw: restart " not in disturbed.output
     assert "restored step" not in disturbed.output
+    assert all(worker["has_shards"] for worker in each(disturbed))
 
 
 @pytest.mark.nightly

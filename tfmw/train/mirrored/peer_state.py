@@ -100,6 +100,7 @@ class PeerState(Backups):
         """
         if self._shared is not None:  # its write may wait for the lost worker
             self._shared.give_up()
+        vars(self).pop("takes_parts", None)  # all ask again, as a new worker does
         found = continued(self._group.from_all([(c.step, c.holds) for c in self._complete]))
         if found is None and self._lost_worker is not None:
             self._due_s = float("inf")  # this worker's state is of no step, so all have to restart

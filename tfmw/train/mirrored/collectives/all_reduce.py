@@ -156,8 +156,9 @@ class AllReduce(abc.ABC):
             local: arrays of any shapes, which may differ between workers.
             what: see `sum`.
         """
+        own = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in local]
         with self._exchange(what):
-            return self._shift([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in local])
+            return self._shift(np.concatenate([np.zeros(0, np.uint8), *own]))
 
     def continue_over(self, new: AllReduce) -> None:
         """Takes the links of a new ring with the same ranks, for steps traced with this one."""
@@ -202,4 +203,4 @@ class AllReduce(abc.ABC):
     def _broadcast(self, values: np.ndarray) -> np.ndarray: ...
 
     @abc.abstractmethod
-    def _shift(self, local: list[np.ndarray]) -> np.ndarray: ...
+    def _shift(self, local: np.ndarray) -> np.ndarray: ...

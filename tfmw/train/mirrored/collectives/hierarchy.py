@@ -140,8 +140,8 @@ class HierarchicalRing(AllReduce):
     def previous(self) -> int:
         return self._between.previous
 
-    def _shift(self, local: list[np.ndarray]) -> np.ndarray:
-        return self._between.shift(local, self._what)
+    def _shift(self, local: np.ndarray) -> np.ndarray:
+        return self._between.shift([local], self._what)
 
 
 def by_machine(machines: Sequence[Hashable]) -> list[list[int]] | None:

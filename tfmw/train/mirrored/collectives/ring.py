@@ -193,8 +193,8 @@ class Ring(AllReduce):
     def previous(self) -> int:
         return self._before
 
-    def _shift(self, local: list[np.ndarray]) -> np.ndarray:
-        self._next.add(self._header(sum(a.nbytes for a in local)), *local, may_go=True)
+    def _shift(self, local: np.ndarray) -> np.ndarray:
+        self._next.add(self._header(local.nbytes), local, may_go=True)
         values: np.ndarray = np.empty(self._incoming_bytes(), np.uint8)
         self._receive(values)
         self._finish()
