@@ -180,7 +180,7 @@ def test_whatever_dies_whenever(cables, victim, phases, undisturbed, tmp_path):
     assert hosts.record()["status"] == 0
     said = "\n".join(line for lines in hosts.lines for line in lines)
     assert "tfmw: restart 1 of 20" in said
-    # A worker that dies in a step is replaced; all others begin a new attempt.
+    # A worker that dies after the first copies is replaced; all others begin a new attempt.
     replaced = said.count("is replaced (not counted as a restart)")
     assert results[0]["attempt"] + replaced >= len(phases), said
-    assert (replaced > 0) == (victim == "worker")
+    assert replaced == 0 or victim == "worker"
