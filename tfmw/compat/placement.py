@@ -179,10 +179,8 @@ def _assign(to: tf.Variable, value: tf.Variable) -> None:
     """Assigns the value of another variable; frees the variable if the other is freed."""
     if memory.is_freed(value):
         memory.free(to)
-    elif memory.is_freed(to):
-        memory.fill(to, value.read_value())
     else:
-        to.assign(value.read_value())
+        memory.assign(to, value.read_value())
 
 
 @contextlib.contextmanager

@@ -108,11 +108,10 @@ class Attempt:
         for task in self.tasks:
             task.division = self.before.get(task.name, first)
         kinds = [kind for kind, _ in self.layout]
-        if self.cluster is not None:
-            kinds = [kind for kind, tasks in self.cluster.items() for _ in tasks]
-        self._has_ps = "ps" in kinds
+        here = kinds.count("worker")
+        workers = here if self.cluster is None else len(self.cluster.get("worker", ()))
+        self._has_ps = "ps" in (kinds if self.cluster is None else self.cluster)
         # Whether a lost worker is replaced while the others wait for it.
-        workers, here = kinds.count("worker"), [kind for kind, _ in self.layout].count("worker")
         together = workers > 1 and not (self._has_ps or self._options.elastic)
         self._elsewhere = workers > here  # whether other machines have workers
         self._replaces = together and self._options.max_restarts > 0

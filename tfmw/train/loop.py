@@ -407,7 +407,8 @@ class TrainingLoop:
         parts = driver.slot_parts()
         if parts is not None and not self._backups.takes_parts:
             parts = None
-        kept = driver.state(in_epoch, slots=parts is None)
+        # A copy in memory has the shards of slots, wherever they are written.
+        kept = driver.state(in_epoch, slots=write and parts is None)
         self._backups.save(
             driver,
             (*kept.rows, kept.tensors),

@@ -165,7 +165,7 @@ class PeerState(Backups):
             received: np.ndarray = np.zeros(bytes_of(of_one, of_slots), np.uint8)
             if here == senders[rank]:
                 assert own is not None
-                np.concatenate([received[:0], *own.bytes_of(rank)], out=received)
+                np.concatenate([received[:0], *own.shards_of(rank)], out=received)
             whole_slots(of_slots, of_one, self._sum(received), slots)
             if rank in (here, holds):
                 kept[rank] = received
@@ -221,9 +221,10 @@ class PeerState(Backups):
 
         If workers shard the optimizer's slots, a backup is written as without copies in memory.
         """
-        write, own = write and self.has_directory, driver.slot_parts()
+        write, own = write and self.has_directory, parts or driver.slot_parts()
         # Only a backup records the end: without it, all tasks restart, and train up to it again.
-        problem = "the training is complete" if write and record["done"] else self._problem(driver)
+        ends = write and record["done"]
+        problem = "the training is complete" if ends else self._problem(driver, own)
         if problem is not None:
             self._copy_no_more(problem)
         if write and (problem is not None or own is not None):
@@ -287,12 +288,11 @@ class PeerState(Backups):
         self._complete, self._due_s = [], float("inf")
         report_replaceable(False)
 
-    def _problem(self, driver: Any) -> str | None:
+    def _problem(self, driver: Any, own: SlotParts | None) -> str | None:
         """Reason why there are no copies; None if there is none. All tasks must call it."""
         if self.kept is not None:
             return None
-        parts = driver.slot_parts()
-        of_slots = 0 if parts is None else _bytes_of(parts.variables)
+        of_slots = 0 if own is None else _bytes_of(own.variables)
         size = _bytes_of(state.named(driver.model).values()) - of_slots
         size += 2 * of_slots // self._group.size
         needed = 2 * size * int(os.environ.get("TFMW_LOCAL_TASKS", "1"))

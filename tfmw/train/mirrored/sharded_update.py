@@ -293,7 +293,7 @@ class ShardedUpdate:
         for part in plan.parts:
             part.free_weights()
         plan.gather_slots(keep=True, free=True)
-        self._slots, self.weights_stale = Slots.WHOLE, True
+        self.given_whole()
 
     def given_whole(self) -> None:
         """Notes that the optimizer has its whole state, as after a restore of a failed call."""

@@ -40,7 +40,7 @@ class Copy:
         step: int = self.record["step"]
         return step
 
-    def bytes_of(self, rank: int) -> Sequence[np.ndarray]:
+    def shards_of(self, rank: int) -> Sequence[np.ndarray]:
         """The bytes of a worker's shards: of the one whose shards are held, or else of this one."""
         return self.shards if self.held is None or rank != self.holds else [self.held]
 
