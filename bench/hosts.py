@@ -42,7 +42,7 @@ UNDISTURBED = 5  # steps without faults are counted in 1/5 of the time
 TOKEN = "0123456789abcdef" * 4  # a key of this benchmark only
 
 TORCHRUN_TIMEOUTS = {
-    # Seconds to wait for more hosts, as --rejoin-timeout; the default is 30.
+    # Seconds to wait for more hosts, as --rejoin-timeout; torchrun's default is 30.
     "last_call_timeout": 2,
     # A host is gone after 5 signs of life, one each second, as for tfmw; the default is 3 of 5 s.
     "keep_alive_interval": 1,

@@ -166,7 +166,7 @@ class World:
             or with its holder's process only (a shared directory).
         seed: of everything that varies.
         ps: how many parameter servers.
-        rejoin_timeout_s: to wait for hosts that are not there.
+        rejoin_timeout_s: to wait for hosts that are not there; None: the default.
         max_restarts: of the run.
     """
 
@@ -177,7 +177,7 @@ class World:
         expires: bool,
         seed: int = 0,
         ps: int = 0,
-        rejoin_timeout_s: float = 3.0,
+        rejoin_timeout_s: float | None = 3.0,
         max_restarts: int = 10**6,
     ) -> None:
         self.settings = HostSettings(

@@ -113,7 +113,11 @@ def test_hosts_come_and_go(cables, bucket, tmp_path):
             assert h.leader() != victim
             since = h.now(h.leader())
             cables.mend(h, victim)
-            h.wait_for(h.leader(), f"{h.name(victim)} joins after the next backup", since=since)
+            h.wait_for(
+                h.leader(),
+                f"{h.name(victim)} joins once the tasks have saved their state",
+                since=since,
+            )
             h.wait_for(h.leader(), r"exited .*\(not counted as a restart\)", since=since)
             h.steps(victim, hosts=3)
             lines = h.lines[rest]
@@ -207,7 +211,7 @@ def test_with_a_bucket_the_host_that_leads_dies_and_comes_back(tmp_path, monkeyp
             h.wait_for(other, "attempt 1 on .*, without ")
             h.steps(other)
             h.start(leader)
-            h.wait_for(other, "joins after the next backup")
+            h.wait_for(other, "joins once the tasks have saved their state")
             h.wait_for(other, r"attempt 2 on 127.0.0.1, 127.0.0.2")
             h.steps(leader)
             go.touch()
@@ -217,6 +221,40 @@ def test_with_a_bucket_the_host_that_leads_dies_and_comes_back(tmp_path, monkeyp
     assert results[0]["run"] == results[1]["run"]
     assert results[0]["weights"] == results[1]["weights"]
     np.testing.assert_allclose(results[0]["history"]["ids"], [47.5] * epochs, rtol=1e-6)
+
+
+def test_without_backups_hosts_die_come_back_and_leave(tmp_path):
+    """The state is in the memory of those that stay, in files that their new workers find."""
+    epochs, go = 8, tmp_path / "go"
+    flags = [f"--epochs={epochs}", "--pause=0.3", f"--go={go}"]
+    options = ["--max-restarts=5", "--min-hosts=1", "--rejoin-timeout=1"]
+    options.append(f"--rendezvous=dir:{tmp_path}/backup/supervisors")
+    env = {"TFMW_TOKEN": TOKEN}
+    with Hosts(
+        *(tmp_path, 2, *options), program="hosts_fit.py", flags=flags, env=env, forked=True
+    ) as h:
+        h.steps(0, count=4)
+        leader = h.leader()
+        other = 1 - leader
+        h.kill(other)
+        h.wait_for(leader, r"workers continue after step [1-9]")
+        h.steps(leader, hosts=1)
+        h.start(other)
+        h.wait_for(leader, "joins once the tasks have saved their state")
+        h.wait_for(leader, r"exited .*\(not counted as a restart\)")
+        h.steps(other, hosts=2)
+        h.kill(other, signal.SIGTERM)
+        h.wait_for(leader, f"without {h.name(other)}")
+        h.steps(leader, hosts=1)
+        go.touch()
+        assert h.end()[leader] == 0, h.output()
+        results = h.results()
+    (done,) = results
+    # The mean of all ids and of their squares in each epoch: each example was trained on once.
+    np.testing.assert_allclose(done["history"]["ids"], [47.5] * epochs, rtol=1e-6)
+    squares = [np.mean(np.arange(96) ** 2)] * epochs
+    np.testing.assert_allclose(done["history"]["squares"], squares, rtol=1e-6)
+    assert done["attempt"] == 3
 
 
 def test_a_killed_worker_is_replaced_on_its_host(tmp_path):

@@ -19,7 +19,7 @@ from tests.hosts.simulation import World
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.hosts.leader import DRAIN_S
 from tfmw.launcher.hosts.lease import Record
-from tfmw.launcher.hosts.settings import SILENCE_S
+from tfmw.launcher.hosts.settings import GATHER_S, REJOIN_S, SILENCE_S
 from tfmw.launcher.hosts.supervisor import Supervisor
 from tfmw.launcher.remote.messages import Ended, Join, Over, Ready, Start
 from tfmw.launcher.restart import AttemptOutcome
@@ -167,6 +167,24 @@ def test_a_host_that_is_cut_off_ends_its_tasks(leads):
     world.cuts.clear()
     world.run(10.0)
     assert world.trains() == (0, 1, 2)
+
+
+def test_a_run_waits_longer_for_hosts_that_have_not_come_yet_than_for_lost_ones():
+    world = World(HOSTS, 2, expires=False, rejoin_timeout_s=None)
+    world.kill(2)
+    world.run(GATHER_S - 2.0)
+    assert world.trains() == ()
+    world.run(6.0)
+    assert world.trains() == (0, 1)
+    world.start(2)
+    world.run(10.0)
+    assert world.trains() == (0, 1, 2)
+    victim = (leader_of(world) + 1) % HOSTS
+    world.kill(victim)
+    world.run(REJOIN_S - 1.0)
+    assert world.trains() == ()
+    world.run(4.0)
+    assert set(world.trains()) == set(range(HOSTS)) - {victim}
 
 
 def test_a_leader_that_cannot_write_is_ready_for_the_next_attempt():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tfmw.train.mirrored.state_copies import continued
+from tfmw.train.mirrored.state_copies import Held, continued
 
 SIZE = 3
 
@@ -39,13 +39,15 @@ Decide = Callable[[Sequence[Hello]], View]
 
 
 def next_view(sharded: bool, hellos: Sequence[Hello]) -> View:
-    copies = [
-        [(step, (rank - 1) % SIZE if sharded else None) for step in hello.steps]
+    workers = SIZE if sharded else 0
+    held = [
+        [Held(step, 0, workers, [rank, (rank - 1) % SIZE][:workers]) for step in hello.steps]
         for rank, hello in enumerate(hellos)
     ]
-    step, senders = continued(copies) or (0, {})
-    of_state = sorted(set(senders.values()))[: None if sharded else 1]
-    return View(1 + max(hello.view for hello in hellos), tuple(of_state), step)
+    found = continued(held)
+    senders = set() if found is None else {found.source, *found.senders.values()}
+    step = 0 if found is None else found.step
+    return View(1 + max(hello.view for hello in hellos), tuple(sorted(senders)), step)
 
 
 class Worker(NamedTuple):
@@ -57,8 +59,9 @@ class Worker(NamedTuple):
     says_hello: bool = False
     step: int | None = None  # number of steps of its state
     before: int | None = None  # those of its copy before, until it begins the next one
-    sent: bool = False  # whether it has contributed to the next step
-    # ranks whose contributions to that step it has, or before it has a state, whose copies
+    summed: bool = False  # whether it has the sum of the next step, of which it makes a copy
+    sent: bool = False  # whether it has contributed to the next step, or then to the copies
+    # ranks whose contributions to these it has, or before it has a state, whose copies
     got: frozenset[int] = frozenset()
 
     @property
@@ -67,12 +70,13 @@ class Worker(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A contribution to the sum of a step, or a state, if `is_state`."""
+    """A contribution to the sum of a step, or to the copies after it, or a state."""
 
     sender: int
     receiver: int
     view: int
     step: int
+    summed: bool = False  # whether it is one to the copies
     is_state: bool = False
 
 
@@ -131,7 +135,7 @@ def is_broken(state: State, rank: int) -> bool:
 
 def left(state: State, rank: int) -> State:
     """The worker closes its connections; its messages may still arrive."""
-    return state.with_worker(rank, view=None, sent=False, got=frozenset())
+    return state.with_worker(rank, view=None, summed=False, sent=False, got=frozenset())
 
 
 def entered(state: State, rank: int, view: View) -> State:
@@ -150,18 +154,23 @@ def entered(state: State, rank: int, view: View) -> State:
 
 
 def steps_of(state: State, rank: int, worker: Worker) -> Iterator[State]:
-    """A worker with the state of the view, or a later one, contributes, and updates its weights."""
+    """A worker with the state of the view, or a later one, contributes, updates, and copies."""
     view = worker.view
     assert view is not None
     if worker.step is None or worker.step < view.step or worker.step == state.steps:
         return
     if not worker.sent:
         others = [other for other in range(SIZE) if other != rank]
-        sent = [Message(rank, other, view.number, worker.step) for other in others]
-        got = worker.got | {rank}
-        yield state.with_worker(rank, sent=True, got=got, before=None).with_messages(sent)
+        sent = [
+            Message(rank, other, view.number, worker.step, summed=worker.summed) for other in others
+        ]
+        before = None if worker.summed else worker.before
+        begun = state.with_worker(rank, sent=True, got=worker.got | {rank}, before=before)
+        yield begun.with_messages(sent)
+    elif len(worker.got) == SIZE and not worker.summed:
+        yield state.with_worker(rank, summed=True, sent=False, got=frozenset())
     elif len(worker.got) == SIZE:
-        done = {"step": worker.step + 1, "before": worker.step}
+        done = {"step": worker.step + 1, "before": worker.step, "summed": False}
         yield state.with_worker(rank, sent=False, got=frozenset(), **done)
 
 
@@ -180,7 +189,7 @@ def received(state: State, message: Message) -> Iterator[State]:
             yield rest.with_worker(message.receiver, step=message.step, got=frozenset())
         else:
             yield rest.with_worker(message.receiver, got=got) if behind else rest
-    elif worker.step == message.step:
+    elif (worker.step, worker.summed) == (message.step, message.summed):
         yield rest.with_worker(message.receiver, got=worker.got | {message.sender})
 
 
@@ -201,6 +210,10 @@ def deaths(state: State, most: int) -> Iterator[State]:
             died = state.with_worker(rank, **Worker(alive=False)._asdict())
             replies = frozenset(reply for reply in state.replies if reply[0] != rank)
             yield dataclasses.replace(died, deaths=state.deaths + 1, replies=replies)
+
+
+def all_restart(state: State) -> bool:
+    return any(w.view is not None and not w.view.senders for w in state.workers)
 
 
 def has_state(state: State) -> bool:
@@ -245,12 +258,15 @@ def explored(
 
 
 def stuck(found: dict[State, list[State]]) -> set[State]:
-    """States from which the training can't end, though no worker dies any more."""
+    """States from which the training can't end, though no worker dies any more.
+
+    It ends with a restart of all, too, if workers that shard a state have lost it.
+    """
     before: dict[State, list[State]] = {state: [] for state in found}
     for state, every in found.items():
         for after in every:
             before[after].append(state)
-    ended = [s for s in found if all(w.step == s.steps for w in s.workers) or not has_state(s)]
+    ended = [s for s in found if all(w.step == s.steps for w in s.workers) or all_restart(s)]
     reached = set(ended)
     while ended:
         for state in before[ended.pop()]:
@@ -308,15 +324,37 @@ def test_the_exploration_finds_wrong_protocols(wrong: Decide) -> None:
     assert stuck(found) or not all(view.senders for view in views)
 
 
+def whole(*steps: int, attempt: int = 0) -> list[Held]:
+    return [Held(step, attempt) for step in steps]
+
+
+def shards(*ranks: int, step: int = 7, workers: int = 3, attempt: int = 0) -> list[Held]:
+    return [Held(step, attempt, workers, ranks)]
+
+
 def test_the_state_of_the_latest_step_that_is_complete_is_taken() -> None:
-    whole = [[(41, None)], [(42, None), (41, None)], [], [(42, None)]]
-    assert continued(whole) == (42, {1: 1, 3: 3})
-    assert continued([[(0, None)], [(0, None)]]) == (0, {0: 0, 1: 1})
+    assert continued([whole(41), whole(42, 41), [], whole(42)]) == (42, 0, 1, {})
+    assert continued([whole(0), whole(0)]) == (0, 0, 0, {})
     assert continued([[], []]) is None
     # Worker 2 is lost; worker 0 keeps its shards.
-    assert continued([[(7, 2)], [(7, 0)], []]) == (7, {0: 0, 1: 1, 2: 0})
+    lost = [shards(0, 2), shards(1, 0), []]
+    assert continued(lost) == (7, 0, 0, {0: 0, 1: 1, 2: 0})
     # Worker 0 has completed the copy before only.
-    assert continued([[(7, 2)], [(7, 0), (8, 0)], []]) == (7, {0: 0, 1: 1, 2: 0})
+    lost[1] += shards(1, 0, step=8)
+    assert continued(lost) == (7, 0, 0, {0: 0, 1: 1, 2: 0})
     # Two neighbours are lost.
-    assert continued([[(7, 3)], [(7, 0)], [], []]) is None
-    assert continued([[(7, 3)], [], [(7, 1)], []]) == (7, {0: 0, 1: 2, 2: 2, 3: 0})
+    assert continued([shards(0, 3, workers=4), shards(1, 0, workers=4), [], []]) is None
+    others = [shards(0, 3, workers=4), [], shards(2, 1, workers=4), []]
+    assert continued(others) == (7, 0, 0, {0: 0, 1: 2, 2: 2, 3: 0})
+
+
+def test_copies_of_an_attempt_before_are_taken_whole_and_by_any_number_of_workers() -> None:
+    # Two workers take the files that three have left, the third of them on another machine.
+    assert continued([shards(0, 2), shards(1, 0)]) == (7, 0, 0, {0: 0, 1: 1, 2: 0})
+    assert continued([[], [*shards(0, 2), *shards(1, 0)]]) == (7, 0, 1, {0: 1, 1: 1, 2: 1})
+    # Copies of two attempts are not put together, and of the same step the later one is taken.
+    mixed = [shards(0, 2), shards(1, 0, workers=2, attempt=1)]
+    assert continued(mixed) == (7, 1, 1, {0: 1, 1: 1})
+    assert continued([shards(0, 2), shards(1, workers=3, attempt=1)]) is None
+    assert continued([whole(7), whole(7, attempt=1)]) == (7, 1, 1, {})
+    assert continued([whole(8), whole(7, attempt=1)]) == (8, 0, 0, {})

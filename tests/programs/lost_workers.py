@@ -1,9 +1,12 @@
-"""Trains by model.fit: lost_workers.py arrays|dataset [held] [kill|stop:WORKER:EPOCH:STEP...].
+"""Trains by model.fit: lost_workers.py arrays|dataset|plain [held] [kill|stop:WORKER:EPOCH:STEP..].
 
-Workers end as told. Each of these happens once: a file says that it has. With `held` the chief's
-backups are on disk only after a new worker has made a step.
+The model of `plain` has the same numbers on any number of workers. Workers end as told. Each of
+these happens once: a file says that it has. With `held` the chief's backups are on disk only after
+a new worker has made a step. With `early:WORKER` this worker dies at its start in the second and
+the third attempt.
 """
 
+import functools
 import hashlib
 import os
 import signal
@@ -23,9 +26,13 @@ from tfmw.compat import memory, models
 from tfmw.train.checkpoint.store import BackupStore
 
 folder, index = Path(os.environ["TFMW_RESULT"]), int(os.environ["TFMW_TASK"].split()[1])
-ends_of_workers = [what for what in sys.argv[2:] if what != "held"]
+ends_of_workers = [what for what in sys.argv[2:] if ":" in what]
 is_new = any(folder.glob(f"*_{index}_*"))
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+if f"early:{index}" in sys.argv and os.environ["TFMW_ATTEMPT"] in ("1", "2"):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Ends(keras.callbacks.Callback):
@@ -80,10 +87,14 @@ class Traced(keras.layers.Dense):
 
 keras.utils.set_random_seed(3)
 layers = keras.layers
-model = keras.Sequential([keras.Input((6,)), Traced(16), layers.BatchNormalization()])
+model = keras.Sequential([keras.Input((6,)), Traced(16)])
+is_random = sys.argv[1] != "plain"
+if is_random:
+    model.add(layers.BatchNormalization())
 if sys.argv[1] == "dataset":  # a layer whose state no step updates, which a first trace cannot know
     model.add(layers.Normalization())
-model.add(layers.Dropout(0.3))
+if is_random:
+    model.add(layers.Dropout(0.3))
 model.add(layers.Dense(3))
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
@@ -93,7 +104,10 @@ ends = Ends()
 data: dict[str, Any] = {"x": x, "y": y, "batch_size": 12}
 if sys.argv[1] == "dataset":
     data = {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50).batch(12)}
-history = model.fit(**data, epochs=4, verbose=0, callbacks=[ends], validation_data=(x[:20], y[:20]))
+# In a process without others model.fit is Keras's own.
+fit = functools.partial(tfmw.fit, model) if os.environ["TFMW_LOCAL_TASKS"] == "1" else model.fit
+validation = x[:20], y[:20]
+history = fit(**data, epochs=4, verbose=0, callbacks=[ends], validation_data=validation)
 score = tfmw.evaluate(model, x, y, verbose=0)
 state = [*model.get_weights(), *(np.asarray(v.value) for v in model.optimizer.variables)]
 write(
@@ -104,6 +118,7 @@ write(
         "history": history.history,
         "seen": ends.seen,
         "has_shards": ends.has_shards,
+        "state_folder": os.environ.get("TFMW_STATE_FOLDER"),
         "score": score,
     }
 )

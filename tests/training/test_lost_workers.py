@@ -24,9 +24,15 @@ SAME = ("state", "history", "seen", "score")
 
 @functools.cache
 def trained(
-    data: str, *ends: str, backup_dir: str = "", workers: int = 2, sharded: bool = False
+    data: str,
+    *ends: str,
+    backup_dir: str = "",
+    workers: int = 2,
+    sharded: bool = False,
+    min_workers: int | None = None,
 ) -> ClusterRun:
     options = ["--max-restarts", "5"] if ends else []
+    options += ["--min-workers", str(min_workers)] if min_workers else []
     options += ["--backup-dir", backup_dir] if backup_dir else []
     env = {SHARD_OPTIMIZER: "on"} if sharded else {}
     return run_cluster("lost_workers.py", data, *ends, options=options, workers=workers, env=env)
@@ -73,6 +79,42 @@ def test_shards_of_slots_survive_the_loss_of_one_worker_and_then_of_another(
     assert "tfmw: restart " not in disturbed.output
     assert "restored step" not in disturbed.output
     assert all(worker["has_shards"] for worker in each(disturbed))
+
+
+@pytest.mark.parametrize(
+    ("workers", "sharded"), [(1, False), (2, False), (2, True)], ids=["one", "whole", "sharded"]
+)
+def test_all_workers_are_killed_and_new_ones_continue_from_memory(
+    workers: int, sharded: bool
+) -> None:
+    """Copies are in files in memory, which end with the launcher; there are no backups."""
+    ends = [f"kill:{worker}:{epoch}:3" for epoch in (1, 2) for worker in range(workers)]
+    undisturbed = trained("arrays", workers=workers, sharded=sharded)
+    disturbed = trained("arrays", *ends, workers=workers, sharded=sharded)
+    assert results(disturbed) == results(undisturbed)
+    assert re.findall(r"tfmw: restart (\d) of 5", disturbed.output) == ["1", "2"]
+    first, second = map(int, re.findall(r"continue after step (\d+)", disturbed.output))
+    assert 0 < first < second
+    assert "saves no backups" not in disturbed.output
+    folders = {worker["state_folder"] for worker in each(disturbed)}
+    assert len(folders) == 1
+    assert not Path(folders.pop()).exists()
+
+
+def test_fewer_workers_put_the_shards_of_more_together() -> None:
+    """The third worker's machine is lost for good, so to speak: it dies whenever it starts."""
+    ends = [f"kill:{worker}:1:3" for worker in range(3)]
+    undisturbed = trained("plain", workers=3, sharded=True)
+    disturbed = trained("plain", *ends, "early:2", workers=3, sharded=True, min_workers=2)
+    assert "it did not restart, so 2 continue" in disturbed.output
+    assert len(disturbed) == 2
+    (step,) = map(int, re.findall(r"continue after step (\d+)", disturbed.output))
+    assert 0 < step <= 11
+    for worker in disturbed:
+        for name, values in undisturbed[0]["history"].items():
+            assert worker["history"][name] == pytest.approx(values, rel=1e-4), name
+        assert worker["seen"] == pytest.approx(undisturbed[0]["seen"], rel=1e-4)
+        assert worker["has_shards"]
 
 
 @pytest.mark.nightly

@@ -45,6 +45,9 @@ MAX_RESTARTS = "TFMW_MAX_RESTARTS"
 REPLACES = "TFMW_REPLACES"
 """Variable of workers whose launcher replaces one that is lost, while the others wait for it."""
 
+STATE_FOLDER = "TFMW_STATE_FOLDER"
+"""Variable of such workers: a folder in memory, for copies of their state that outlive them."""
+
 ISOLATED = "TFMW_ISOLATED"
 """Variable that says whether the task is in a private network; unset if no one has chosen."""
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tfmw.cluster.cluster import MAX_RESTARTS, MEMBER, REPLACES
+from tfmw.cluster.cluster import MAX_RESTARTS, MEMBER, REPLACES, STATE_FOLDER
 from tfmw.cluster.signals import Signals
 from tfmw.cluster.sockets import reserved_ports
 from tfmw.errors import PREEMPTED, UsageError
@@ -72,6 +72,7 @@ class AttemptContext:
     display: Display
     live: str | None  # name of the task whose output is a terminal
     stop: Signals
+    state_folder: str = ""  # a folder in memory for the state of workers, if there is one
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,9 +113,10 @@ class Attempt:
         workers = here if self.cluster is None else len(self.cluster.get("worker", ()))
         self._has_ps = "ps" in (kinds if self.cluster is None else self.cluster)
         # Whether a lost worker is replaced while the others wait for it.
-        together = workers > 1 and not (self._has_ps or self._options.elastic)
+        together = not (self._has_ps or self._options.elastic)
         self._elsewhere = workers > here  # whether other machines have workers
-        self._replaces = together and self._options.max_restarts > 0
+        self._replaces = together and workers > 1 and self._options.max_restarts > 0
+        self._state_folder = self.context.state_folder if together else ""
         self._replaced: list[Task] = []  # ended tasks that were restarted alone
         self._replaced_at = -1  # the largest step at which a worker was replaced
         # Task -> time to restart it alone; infinity: not decided yet.
@@ -185,6 +187,7 @@ class Attempt:
                 "TFMW_LOCAL_TASKS": str(len(self.tasks)),
                 "TFMW_LOCAL_RANK": str(rank),
                 **({REPLACES: "1"} if self._replaces else {}),
+                **({STATE_FOLDER: self._state_folder} if self._state_folder else {}),
                 **visible_devices(training, len(workers), self._env),
                 **self.env,
             }

@@ -35,6 +35,7 @@ from tfmw.launcher.result import Result, exit_status
 from tfmw.launcher.run_files import published
 from tfmw.launcher.run_status import RunStatus
 from tfmw.launcher.spawn import Spawner
+from tfmw.launcher.state_folder import state_folder
 from tfmw.observe import goodput
 from tfmw.observe.goodput import Division
 from tfmw.observe.trackers import RUN_ID
@@ -175,6 +176,9 @@ def make_context(
     # a notebook's run, whose kernel may be killed
     if job.log_dir is None and job.payload is not None:
         spawner.tell_reaper(folder=str(directory))
+    outlives = ""
+    if job.options.max_restarts > 0:
+        outlives = stack.enter_context(state_folder(lambda f: spawner.tell_reaper(folder=f)))
     env = task_environment(environ, terminal)
     if network is not None or note or job.options.isolate == "off":
         env[ISOLATED] = str(int(network is not None))
@@ -200,6 +204,7 @@ def make_context(
         display=display,
         live=live,
         stop=stop,
+        state_folder=outlives,
     )
 
 

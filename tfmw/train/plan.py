@@ -39,7 +39,7 @@ from tfmw.train.local_sgd.sync_settings import settings_of
 from tfmw.train.loop import TrainingLoop
 from tfmw.train.mirrored.collectives import connection
 from tfmw.train.mirrored.one_pass import validate_as_user, validate_here
-from tfmw.train.mirrored.peer_state import PeerState, may_rejoin
+from tfmw.train.mirrored.peer_state import PeerState, may_continue
 from tfmw.train.mirrored.sync_training import MirroredTraining
 from tfmw.train.mirrored.synchronization import EachStep
 from tfmw.train.parameter_server.ps_training import ParameterServerTraining
@@ -72,7 +72,7 @@ class Plan:
         # The calls that a new worker makes until it is here.
         self._made = group.calls_made()
         self._peers: PeerState | None = None
-        if self._may_rejoin():
+        if self._may_continue():
             asked = arguments.backup
             self._peers = PeerState(self._context.group, self._context.strategy, asked)
         self._rounds = RoundClient.of_environment(os.environ)
@@ -137,7 +137,8 @@ class Plan:
             with entered as member:
                 yield member
             return
-        if self._arguments.backup is None and self._context.group.is_chief:
+        in_memory = self._peers is not None and self._peers.outlives_workers
+        if self._arguments.backup is None and self._context.group.is_chief and not in_memory:
             _warn_of_restarts(os.environ.get(MAX_RESTARTS, "0"))
         if self._peers is not None:
             self._peers.begin_view()
@@ -148,13 +149,13 @@ class Plan:
 
     # ------------------------------------------------------------ what is chosen
 
-    def _may_rejoin(self) -> bool:
-        """Whether this training can continue after the loss of a worker, without a restart."""
+    def _may_continue(self) -> bool:
+        """Whether this training can continue from memory after the loss of workers."""
         arguments = self._arguments
         sources = (arguments.source, arguments.validation_source)
         again = all(s is None or not (s.is_read_once or s.is_function()) for s in sources)
         plain = (self._sync is None or not self._sync.elastic) and again
-        return plain and may_rejoin(self._context.strategy) and group.may_repeat()
+        return plain and may_continue(self._context.strategy) and group.may_repeat()
 
     def _training(self, context: FitContext, backups: Backups) -> Training:
         """The driver, with sharded data and a built model."""

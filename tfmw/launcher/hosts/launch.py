@@ -93,7 +93,7 @@ def _check_settings(settings: HostSettings) -> None:
         ("workers_per_host", settings.workers_per_host >= 1, "an integer of at least 1"),
         ("ps", settings.ps >= 0, "an integer of at least 0"),
         ("min_hosts", few, f"1 to {hosts}, the number of hosts"),
-        ("rejoin_timeout_s", settings.rejoin_timeout_s >= 0, "seconds, at least 0"),
+        ("rejoin_timeout_s", (settings.rejoin_timeout_s or 0.0) >= 0, "seconds, at least 0"),
     )
     if settings.options.isolate == "on":
         raise UsageError(

@@ -184,7 +184,7 @@ class Leader:
         if attempt is None or self._ending_since is not None or host in self._left:
             return
         if host not in self._plan.tasks:
-            self.notify(f"{self.settings.name(host)} joins after the next backup")
+            self.notify(f"{self.settings.name(host)} joins once the tasks have saved their state")
             self._preempt_all()
         elif host not in attempt.running and host not in attempt.reports:  # the host is back
             self._again[host] = self._again.get(host, 0) + 1
@@ -332,7 +332,7 @@ class Leader:
         # The leader before released the lock after its tasks ended; other hosts may not know yet.
         if self._inherited and cut_off - {self._former}:
             drain_s += SILENCE_S + HEARTBEAT_S
-        return max(self.settings.rejoin_timeout_s, drain_s)
+        return max(self.settings.patience_s(first=not self.record.hosts), drain_s)
 
     def _lack(self, now: float) -> None:
         """Handles a lack of hosts."""

@@ -25,27 +25,30 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfmw.cluster import coordination, membership
-from tfmw.cluster.cluster import REPLACES
+from tfmw.cluster.cluster import REPLACES, STATE_FOLDER
 from tfmw.cluster.group import Group
 from tfmw.cluster.memory import usable_bytes
 from tfmw.compat import models, placement
 from tfmw.compat.memory import view_of
 from tfmw.launcher.output import say
 from tfmw.observe.progress import report_replaceable
+from tfmw.storage import fence
 from tfmw.train.callbacks import BackupAndRestore
 from tfmw.train.checkpoint import state
 from tfmw.train.checkpoint.resume import Backups, PythonState
+from tfmw.train.checkpoint.schedule import BackgroundWriter
 from tfmw.train.checkpoint.tensor_files import SlotParts
 from tfmw.train.mirrored.collectives import connection
 from tfmw.train.mirrored.collectives.all_reduce import AllReduce, RingBroken
-from tfmw.train.mirrored.state_copies import Copy, Shard, bytes_of, continued, whole_slots
+from tfmw.train.mirrored.copy_files import CopyFiles
+from tfmw.train.mirrored.state_copies import Continued, Copy, Held, Layout, continued
 
 logger = logging.getLogger("tfmw")
 
@@ -77,17 +80,28 @@ class PeerState(Backups):
         self.on = True
         self._strategy = strategy
         self._complete: list[Copy] = []  # the last copy, and the one before while its memory lasts
-        # the shards of each worker, in order of rank, and the dtypes and shapes of whole slots
-        self._layout: tuple[list[list[Shard]], dict[str, Any]] = [], {}
+        self._layout = Layout()  # of the shards of these workers
         self._copies = [state.Snapshots(), state.Snapshots()]  # a copy stays until the next is done
         self._written: state.Snapshots | None = None  # the copy in the last backup
         self._copied_at = clock()
         self._due_s = 0.0  # time from the last copy to the next
+        self._took_s: list[float] = []  # times that the last two copies took
+        self._wrote_s = 0.0  # processor time of the last write to a file in memory
         self._lost_worker: tf.errors.UnavailableError | None = None  # in a step; the last one
         self._trains = False  # whether the model's state may be of a step that is not complete
+        self._files: CopyFiles | None = None
+        if folder := os.environ.get(STATE_FOLDER):
+            first = os.environ.get("TFMW_LOCAL_RANK") == "0"
+            self._files = CopyFiles(folder, group.rank, is_first=first)
+        self._file_writer = BackgroundWriter(self._write_file, self._no_files)
 
     def __enter__(self) -> PeerState:
         return self
+
+    @property
+    def outlives_workers(self) -> bool:
+        """Whether new workers find the state after all workers of this machine have ended."""
+        return self._files is not None
 
     @property
     def kept(self) -> Copy | None:
@@ -101,14 +115,17 @@ class PeerState(Backups):
         if self._shared is not None:  # its write may wait for the lost worker
             self._shared.give_up()
         vars(self).pop("takes_parts", None)  # all ask again, as a new worker does
-        found = continued(self._group.from_all([(c.step, c.holds) for c in self._complete]))
+        found = self._found()
         if found is None and self._lost_worker is not None:
             self._due_s = float("inf")  # this worker's state is of no step, so all have to restart
             raise self._lost_worker
-        slots = {} if found is None else self._receive(*found)
+        slots = {} if found is None else self._receive(found)
         is_new = not self._trains
         if is_new:
             super().__enter__()
+            # A host that leaves or joins makes a new attempt, which continues from memory.
+            if not self.has_directory and self._files is not None and fence.FENCE in os.environ:
+                self._install_signals()
         elif self.has_directory:
             self._group.from_chief(lambda: None)  # the call of new workers
         if self.kept is not None:
@@ -117,8 +134,25 @@ class PeerState(Backups):
             self.record, self.tensors = self.kept.record, {**self.kept.tensors, **slots}
             self.on_disk = None, {}
             if self._group.is_chief:
-                say(f"tfmw: the workers continue after step {self.kept.step}")
-        self._trains = True
+                say(f"tfmw: the workers continue after step {self.kept.held.step}")
+        global _begun
+        self._trains = _begun = True
+
+    def _found(self) -> Continued | None:
+        """The state in memory from which all continue; None if a backup is as new, or all begin."""
+        on_disk: int | None = None  # the step of the newest backup; unknown to those that stay
+        if not self._trains:
+            self._complete = [] if self._files is None else self._files.found()
+            newest = self._store.newest() if self.has_directory and self._group.is_chief else None
+            on_disk = -1 if newest is None else newest.step
+        held = [copy.held for copy in self._complete]
+        all_held, all_on_disk = zip(*self._group.from_all([held, on_disk]), strict=True)
+        found = continued([[Held(*each) for each in of_one] for of_one in all_held])
+        if found is not None and None not in all_on_disk and found.step <= max(all_on_disk):
+            found = None
+        if found is None:
+            self._complete = []
+        return found
 
     def _open(self) -> dict[str, Any] | None:
         if self.kept is None:
@@ -128,11 +162,18 @@ class PeerState(Backups):
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         super().__exit__(kind, *error)
+        with contextlib.suppress(OSError):
+            self._file_writer.wait()
         if kind is None:
             report_replaceable(False)
+            self._group.from_all(None)  # after it no worker is lost in this training
+            if self._files is not None:
+                self._files.remove()
 
     def may_go_on(self) -> bool:
         """Whether a worker was lost, and this one can continue with a new one in its place."""
+        if self._group.size == 1:
+            return False
         lost = coordination.current().error(_NOTICED_S)
         copies = self._due_s < float("inf") or not self._trains
         if not (isinstance(lost, tf.errors.UnavailableError) and copies):
@@ -140,37 +181,38 @@ class PeerState(Backups):
         self._lost_worker = lost if self._trains else None
         return True
 
-    def _receive(self, step: int, senders: Mapping[int, int]) -> dict[str, np.ndarray]:
+    def _receive(self, state: Continued) -> dict[str, np.ndarray]:
         """Gives all workers the copy of a step; returns the slots that none of them has whole."""
-        own = next((copy for copy in self._complete if copy.step == step), None)
-        source, described = min(senders.values()), None
+        own, here, described = self._complete, self._group.rank, None
         arrays: dict[str, np.ndarray] = {}
-        if self._group.rank == source:
-            assert own is not None
-            arrays = {name: np.asarray(tensor) for name, tensor in own.tensors.items()}
+        if here == state.source:
+            sent = state.of(own)
+            arrays = {name: np.asarray(tensor) for name, tensor in sent.tensors.items()}
             shapes = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
-            described = own.record, shapes, *self._layout
-        record, shapes, layout, of_slots = self._group.from_all(described)[source]
-        self._layout = [[Shard(*shard) for shard in shards] for shards in layout], of_slots
+            described = sent.record, shapes, sent.layout
+        record, shapes, layout = self._group.from_all(described)[state.source]
+        layout = Layout.of(*layout)
         found = {}
         for name, (dtype, shape) in shapes.items():
             array = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
-            if self._group.rank == source:
+            if here == state.source:
                 array[...] = arrays[name]
             found[name] = self._sum(array)
         slots: dict[str, np.ndarray] = {}
-        here, holds = self._group.rank, self._ring.previous
-        kept: dict[int, np.ndarray] = {}  # rank -> bytes of its shards
-        for rank, of_one in enumerate(self._layout[0]):
-            received: np.ndarray = np.zeros(bytes_of(of_one, of_slots), np.uint8)
-            if here == senders[rank]:
-                assert own is not None
-                np.concatenate([received[:0], *own.shards_of(rank)], out=received)
-            whole_slots(of_slots, of_one, self._sum(received), slots)
-            if rank in (here, holds):
-                kept[rank] = received
-        of_shards = ([kept[here]], kept[holds], holds) if kept else ()
-        self._complete = [Copy(record, found, *of_shards)]
+        holds = (here, self._ring.previous) if self._group.size > 1 else ()
+        kept: dict[int, list[np.ndarray]] = {}
+        for rank in range(len(layout.shards)):
+            received: np.ndarray = np.zeros(layout.bytes_of(rank), np.uint8)
+            if here == state.senders[rank]:
+                np.concatenate([received[:0], *state.of(own, rank).shards[rank]], out=received)
+            layout.fill(slots, rank, self._sum(received))
+            if rank in holds:
+                kept[rank] = [received]
+        if len(layout.shards) == self._group.size:
+            self._layout = layout
+            self._complete = [Copy(record, found, layout, kept, fence.attempt())]
+        else:  # another number of workers has taken it, or each has all slots
+            self._complete = [Copy(record, {**found, **slots}, attempt=fence.attempt())]
         return slots
 
     @property
@@ -181,7 +223,7 @@ class PeerState(Backups):
 
     def _sum(self, array: np.ndarray) -> np.ndarray:
         """The array of the only worker whose array is not zeros, on all."""
-        if array.size:
+        if array.size and self._group.size > 1:
             with self._lost_named():
                 self._ring.sum(array.reshape(-1).view(np.uint8), what="state")
         return array
@@ -204,8 +246,11 @@ class PeerState(Backups):
 
     def signals(self) -> tuple[float, ...]:
         """The values of `Backups`, and whether a copy in memory is due."""
-        due = self._group.is_chief and self._clock() - self._copied_at >= self._due_s
-        return *super().signals(), float(due)
+        is_time = self._clock() - self._copied_at >= self._due_s
+        due = self._group.is_chief and is_time and not self._file_writer.busy
+        leaves, is_due = super().signals()
+        can_leave = self.has_directory or (self._files is not None and self.kept is not None)
+        return leaves * can_leave, is_due, float(due)
 
     def save(
         self,
@@ -234,6 +279,7 @@ class PeerState(Backups):
             return
         begin = self._clock()
         entries, arrays = python_state or self.python_state(callbacks)
+        self._file_writer.wait()
         del self._complete[:-1]  # its memory is for the new copy
         self._copies.reverse()
         if self._copies[0] is self._written and self._writer.busy:
@@ -246,10 +292,16 @@ class PeerState(Backups):
         entries = self._group.from_chief(lambda: entries)
         arrays = self._group.arrays_from_chief(arrays)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
-        self._complete.append(Copy({**record, **entries}, tensors, *self._shards(driver, own)))
+        new = Copy({**record, **entries}, tensors, *self._shards(driver, own), fence.attempt())
+        self._complete.append(new)
         report_replaceable(True)
+        if self._files is not None and (new.shards or self._files.is_first):
+            self._file_writer.submit(new)
         self._copied_at = self._clock()
-        self._due_s = max(_LEAST_S, (self._copied_at - begin) / _SHARE)
+        # The first copy allocates the memory of all: the time of the second one counts.
+        self._took_s = [*self._took_s[-1:], self._copied_at - begin]
+        took_s = min(self._took_s) + self._wrote_s
+        self._due_s = max(_LEAST_S, took_s / (_SHARE if len(self._took_s) > 1 else 1.0))
         if write:
             self._last = self._copied_at
             if self._group.is_chief:
@@ -258,12 +310,31 @@ class PeerState(Backups):
                 full = self._complete[-1]
                 self._submit(driver.model, callbacks, full.record, dict(full.tensors))
 
-    def _shards(self, driver: Any, own: SlotParts | None) -> tuple[Any, ...]:
-        """The last three fields of a `Copy`: shards of this worker, and of the one before it."""
+    def _write_file(self, copy: Copy) -> None:
+        if self._files is not None:
+            begin = time.thread_time()
+            self._files.write(copy)
+            self._wrote_s = time.thread_time() - begin
+
+    def _no_files(self, error: Exception) -> None:
+        """Handles that a copy could not be written to a file, in memory that may be full."""
+        logger.info("copies of the state do not outlive this worker: %s", error)
+        if self._files is not None:
+            self._files.remove()
+        self._files = None
+
+    def wait(self) -> None:
+        self._file_writer.wait()
+        super().wait()
+
+    def _shards(
+        self, driver: Any, own: SlotParts | None
+    ) -> tuple[Layout, dict[int, Sequence[np.ndarray]]]:
+        """The layout of slots, and the shards of this worker and of the one before it."""
         if own is None:
-            return ()
+            return Layout(), {}
         taken = self._copies[0].take_parts(driver.model, own)
-        if not self._layout[0]:
+        if not self._layout.shards:
             mine = [
                 (name, elements.start, elements.stop - elements.start)
                 for (name, _, _), (_, elements, _) in zip(taken, own.own, strict=True)
@@ -274,13 +345,13 @@ class PeerState(Backups):
                 for name, v in state.named(driver.model).items()
                 if id(v) in whole
             }
-            layouts = [[Shard(*s) for s in shards] for shards in self._group.from_all(mine)]
-            self._layout = layouts, of_slots
+            self._layout = Layout.of(self._group.from_all(mine), of_slots)
         shards: list[np.ndarray] = [
             view_of(values).reshape(-1).view(np.uint8) for _, _, values in taken
         ]
         with self._lost_named():
-            return shards, self._ring.shift(shards, "state"), self._ring.previous
+            before = self._ring.shift(shards, "state")
+        return self._layout, {self._group.rank: shards, self._ring.previous: [before]}
 
     def _copy_no_more(self, problem: str) -> None:
         if self._due_s < float("inf") and self._group.is_chief:
@@ -304,8 +375,18 @@ def _bytes_of(variables: Iterable[Any]) -> int:
     return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 
-def may_rejoin(strategy: tf.distribute.Strategy) -> bool:
-    """Whether the workers of a strategy can continue after the loss of one."""
+_begun = False  # whether this process has made a training whose state is in memory
+
+
+def may_continue(strategy: tf.distribute.Strategy) -> bool:
+    """Whether a training can continue from memory, after the loss of one worker or of all.
+
+    Only the first training of a process can: a new process begins with it.
+    """
     joined = membership.joined()
-    of_cluster = joined is not None and strategy is joined.strategy
-    return bool(os.environ.get(REPLACES)) and of_cluster and connection.is_unconnected(strategy)
+    if joined is not None:
+        connects = strategy is joined.strategy and connection.is_unconnected(strategy)
+        return bool(os.environ.get(REPLACES)) and connects
+    alone = strategy is tf.distribute.get_strategy() and not tf.distribute.has_strategy()
+    on_cpu = not tf.config.list_logical_devices("GPU")
+    return bool(os.environ.get(STATE_FOLDER)) and alone and on_cpu and not _begun

@@ -1,10 +1,10 @@
 """Copies of the state of a run in the memory of workers, and the copy from which they continue.
 
-    copy = Copy(record, tensors, shards, held, holds=0)     # complete after messages of all workers
-    step, senders = continued([[(42, 0)], [(41, 1), (42, 1)]])
+    copy = Copy(record, tensors, layout, {0: [...], 2: [...]})   # complete: messages of all came
+    continued([[copy.held], [other.held]]).senders               # {0: 0, 1: 1, 2: 0}
 
-If workers shard the optimizer's slots, each keeps its own shards, and those of the worker before
-it in the ring. So all slots survive the loss of one worker.
+If workers shard the optimizer's slots, each keeps its own shards, and those of the worker before it
+in the ring. So all slots survive the loss of one worker.
 """
 
 from __future__ import annotations
@@ -25,79 +25,97 @@ class Shard(NamedTuple):
     elements: int
 
 
+class Layout(NamedTuple):
+    """The shards of slots that no worker has whole; without entries if there are none."""
+
+    shards: Sequence[Sequence[Shard]] = ()  # of each worker, in order of rank
+    slots: Mapping[str, tuple[str, Sequence[int]]] = {}  # name of a slot -> its dtype and shape
+
+    @classmethod
+    def of(cls, shards: Sequence[Sequence[Any]], slots: Mapping[str, Any]) -> Layout:
+        """The layout in the JSON of another one."""
+        return cls([[Shard(*shard) for shard in of_one] for of_one in shards], slots)
+
+    def bytes_of(self, rank: int) -> int:
+        """Number of bytes of a worker's shards."""
+        return sum(
+            shard.elements * tf.as_dtype(self.slots[shard.name][0]).size
+            for shard in self.shards[rank]
+        )
+
+    def fill(self, slots: dict[str, np.ndarray], rank: int, received: np.ndarray) -> None:
+        """Copies a worker's shards into whole slots.
+
+        Args:
+            slots: the slots by name, to which new ones are added.
+            received: uint8 [n], the bytes of its shards, in order.
+        """
+        begin = 0
+        for name, first, elements in self.shards[rank]:
+            dtype, shape = self.slots[name]
+            type_ = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
+            if name not in slots:
+                slots[name] = np.zeros(shape, type_)
+            end = begin + elements * type_.itemsize
+            slots[name].reshape(-1)[first : first + elements] = received[begin:end].view(type_)
+            begin = end
+
+
+WHOLE = Layout()
+"""The layout of a model whose slots each worker has whole."""
+
+
+class Held(NamedTuple):
+    """The description of a copy that a worker has, or of a file with one on its machine."""
+
+    step: int
+    attempt: int  # the attempt of the run in which it was taken
+    workers: int = 0  # number of workers that shard slots; 0: the copy has all slots whole
+    ranks: Sequence[int] = ()  # the workers whose shards it has
+
+
 @dataclasses.dataclass(frozen=True)
 class Copy:
     """The state after a step, which a worker has completed with messages of all others."""
 
     record: dict[str, Any]  # as in a backup
     tensors: Mapping[str, Any]  # by name, as in a backup; without slots that no worker has whole
-    shards: Sequence[np.ndarray] = ()  # the bytes of this worker's shards of those slots
-    held: np.ndarray | None = None  # uint8 [n]: the bytes of another worker's shards
-    holds: int | None = None  # rank of that worker; None: each worker has all slots
+    layout: Layout = WHOLE
+    # rank -> the bytes of that worker's shards: of this one's, and of the one before it
+    shards: Mapping[int, Sequence[np.ndarray]] = dataclasses.field(default_factory=dict)
+    attempt: int = 0
 
     @property
-    def step(self) -> int:
+    def held(self) -> Held:
         step: int = self.record["step"]
-        return step
-
-    def shards_of(self, rank: int) -> Sequence[np.ndarray]:
-        """The bytes of a worker's shards: of the one whose shards are held, or else of this one."""
-        return self.shards if self.held is None or rank != self.holds else [self.held]
+        return Held(step, self.attempt, len(self.layout.shards), list(self.shards))
 
 
-def continued(
-    copies: Sequence[Sequence[tuple[int, int | None]]],
-) -> tuple[int, dict[int, int]] | None:
-    """The step from which all continue, and the worker that sends the state of each; or None.
+class Continued(NamedTuple):
+    """The state from which all continue."""
 
-    It is the latest step whose state is in the complete copies of all workers together.
+    step: int
+    attempt: int
+    source: int  # rank of the worker that sends what all copies have
+    senders: dict[int, int]  # rank in the copies -> rank of the worker that sends its shards
+
+    def of(self, copies: Sequence[Copy], rank: int | None = None) -> Copy:
+        """The copy of that state among those of a sender, with the shards of `rank`."""
+        same = [copy for copy in copies if copy.held[:2] == (self.step, self.attempt)]
+        return next(copy for copy in same if rank is None or rank in copy.shards)
+
+
+def continued(known: Sequence[Sequence[Held]]) -> Continued | None:
+    """The latest step whose state is in the complete copies of all workers together; or None.
 
     Args:
-        copies: (step, rank of the worker whose shards are held; None: all slots are whole) of each
-            complete copy of each worker, in order of rank.
-
-    Returns:
-        (step, rank -> rank of a worker that has its shards).
+        known: the copies of each worker, in order of rank.
     """
-    for latest in sorted({step for of_one in copies for step, _ in of_one}, reverse=True):
-        own, held, whole = {}, {}, True
-        for rank, of_one in enumerate(copies):
-            for step, holds in of_one:
-                if step == latest:
-                    own[rank] = rank
-                    if holds is not None:
-                        held[holds], whole = rank, False
-        senders = held | own
-        if whole or len(senders) == len(copies):
-            return latest, senders
+    for latest in sorted({held[:2] for of_one in known for held in of_one}, reverse=True):
+        having = [(r, h) for r, of_one in enumerate(known) for h in of_one if h[:2] == latest]
+        senders = {rank: sender for sender, held in reversed(having) for rank in held.ranks}
+        # a worker that has its own shards sends them itself
+        senders |= {rank: rank for rank, held in having if rank in held.ranks}
+        if len(senders) == having[0][1].workers:
+            return Continued(*latest, having[0][0], senders)
     return None
-
-
-def bytes_of(shards: Sequence[Shard], shapes: Mapping[str, tuple[str, Sequence[int]]]) -> int:
-    """Number of bytes of shards; `shapes` as in `whole_slots`."""
-    return sum(shard.elements * tf.as_dtype(shapes[shard.name][0]).size for shard in shards)
-
-
-def whole_slots(
-    shapes: Mapping[str, tuple[str, Sequence[int]]],
-    shards: Sequence[Shard],
-    received: np.ndarray,
-    slots: dict[str, np.ndarray],
-) -> None:
-    """Copies the shards of one worker into whole slots.
-
-    Args:
-        shapes: name of a slot -> its dtype and shape.
-        shards: the shards of that worker, in order.
-        received: uint8 [n], their bytes.
-        slots: the slots by name, to which new ones are added.
-    """
-    begin = 0
-    for name, first, elements in shards:
-        dtype, shape = shapes[name]
-        type_ = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
-        if name not in slots:
-            slots[name] = np.zeros(shape, type_)
-        end = begin + elements * type_.itemsize
-        slots[name].reshape(-1)[first : first + elements] = received[begin:end].view(type_)
-        begin = end
