@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
+import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,12 +50,33 @@ from tensorflow.python.ops import gen_dataset_ops, gen_experimental_dataset_ops
 
 from tfmw.compat.objects import overridden, overridden_here
 
+_DROPPED_S = 1.0  # time in which Python drops a tensor, once its finalizers are called
+_iterators = itertools.count()
+
 train_validation_split = array_slicing.train_validation_split
 make_class_weight_map = _tf_dataset_adapter.make_class_weight_map_fn
 
 
 data_adapter = get_data_adapter
 """Keras's adapter for arrays, PyDataset and generators: `.get_tf_dataset()` and hooks."""
+
+
+def end_in_background(iterator: Any) -> None:
+    """Lets a thread end an iterator, once Python has no reference to it.
+
+    tf.data's tuning may miss the request to end, and ends up to a minute later. Python would wait
+    for it with the interpreter's lock.
+    """
+    name = f"tfmw-iterator-{next(_iterators)}"
+    tf.raw_ops.Stage(values=[iterator._iterator_resource], shared_name=name)
+    clear = functools.partial(tf.raw_ops.StageClear, dtypes=[tf.resource], shared_name=name)
+
+    def later() -> None:
+        thread = threading.Timer(_DROPPED_S, clear)
+        thread.daemon = True
+        thread.start()
+
+    weakref.finalize(iterator._iterator_resource, later).atexit = False
 
 
 def batches_of_slices(adapter: Any) -> tf.data.Dataset | None:

@@ -221,6 +221,13 @@ class EpochIterator:
                 self._reshuffles.passes = self._orders_left()
             self.iterator = None
 
+    def abandon(self) -> None:
+        """Drops the current pass after an error."""
+        self.end_indexing()
+        for iterator in {self.iterator, self._all_passes} - {None}:
+            datasets.end_in_background(iterator)
+        self.iterator = self._all_passes = None
+
     def _orders_left(self) -> list[int]:
         return self._reshuffles.left_after(self._steps_in_pass) if self._reshuffles else []
 

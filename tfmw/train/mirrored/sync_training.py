@@ -95,9 +95,11 @@ class MirroredTraining:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._data.end_indexing()
         if error[0] is None:
             self._data.leave()
+        for data in (self._data, self._validation) if error[0] else ():
+            if data is not None:
+                data.abandon()
         self._stack.__exit__(*error)  # the driver is not cached after an error
 
     def unplaced_model(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
