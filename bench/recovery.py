@@ -59,6 +59,8 @@ def train_tfmw(folder: str, width: int) -> None:
     class Say(keras.callbacks.Callback):
         """Prints each step."""
 
+        reads_optimizer = False  # otherwise the optimizer is put together after each step
+
         def on_train_batch_end(self, batch: int, logs: object = None) -> None:
             _say(f"made step {int(self.model.optimizer.iterations)}")
             time.sleep(0.02)  # as in train_torch

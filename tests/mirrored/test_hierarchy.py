@@ -69,6 +69,7 @@ def test_every_exchange_is_as_over_one_ring(levels: list[HierarchicalRing]) -> N
                 "total": ring.all_gather(own, cuts, np.empty_like(arrays[rank])),
                 "rows": ring.gather([rows, rows[:, 0]]),
                 "first": ring.broadcast(arrays[rank].copy()),
+                "last": ring.broadcast(arrays[rank].copy(), root=size - 1),
             }
 
         found = in_threads(size, exchanged)
@@ -80,10 +81,11 @@ def test_every_exchange_is_as_over_one_ring(levels: list[HierarchicalRing]) -> N
                 results["own"], found[0]["sum"][levels[rank].own_part(cuts)]
             )
             np.testing.assert_array_equal(results["first"], arrays[0])
+            np.testing.assert_array_equal(results["last"], arrays[-1])
             expected = np.concatenate([array[: 3 * r] for r, array in enumerate(arrays)])
             np.testing.assert_array_equal(results["rows"][0], expected[:, None])
             np.testing.assert_array_equal(results["rows"][1], expected)
-    assert levels[0].exchanges == 25
+    assert levels[0].exchanges == 30
     assert levels[0].counts["gradients"] == 5
 
 

@@ -165,12 +165,13 @@ def test_parts_may_be_of_any_size(joined):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("length", [0, 1, 1_000_003])
-def test_broadcast_of_the_first_workers_array(joined, size, length):
+def test_broadcast_of_one_workers_array(joined, size, length):
     rings = joined(size)
-    arrays = [np.random.default_rng(r).integers(0, 256, length, np.uint8) for r in range(size)]
-    for _ in range(2):
-        found = in_threads(size, lambda rank: rings[rank].broadcast(arrays[rank]))
-        assert [a.tobytes() for a in found] == [arrays[0].tobytes()] * size
+    for root in (0, 0, size - 1):
+        arrays = [np.random.default_rng(r).integers(0, 256, length, np.uint8) for r in range(size)]
+        expected = arrays[root].tobytes()
+        found = in_threads(size, lambda r: rings[r].broadcast(arrays[r], root=root))  # noqa: B023
+        assert [array.tobytes() for array in found] == [expected] * size
     sums = in_threads(size, sums_of(rings, [array.astype("f") for array in arrays]))
     np.testing.assert_array_equal(sums[0], sums[-1])
 

@@ -36,7 +36,7 @@ from tfmw.cluster.cluster import REPLACES, STATE_FOLDER
 from tfmw.cluster.group import Group
 from tfmw.cluster.memory import usable_bytes
 from tfmw.compat import models, placement
-from tfmw.compat.memory import view_of
+from tfmw.compat.memory import new_tensor, view_of
 from tfmw.launcher.output import say
 from tfmw.observe.progress import report_replaceable
 from tfmw.storage import fence
@@ -48,7 +48,14 @@ from tfmw.train.checkpoint.tensor_files import SlotParts
 from tfmw.train.mirrored.collectives import connection
 from tfmw.train.mirrored.collectives.all_reduce import AllReduce, RingBroken
 from tfmw.train.mirrored.copy_files import CopyFiles
-from tfmw.train.mirrored.state_copies import Continued, Copy, Held, Layout, continued
+from tfmw.train.mirrored.state_copies import (
+    Continued,
+    Copy,
+    Held,
+    Layout,
+    continued,
+    copy_shards,
+)
 
 logger = logging.getLogger("tfmw")
 
@@ -181,39 +188,51 @@ class PeerState(Backups):
         self._lost_worker = lost if self._trains else None
         return True
 
-    def _receive(self, state: Continued) -> dict[str, np.ndarray]:
+    def _receive(self, state: Continued) -> dict[str, tf.Tensor]:
         """Gives all workers the copy of a step; returns the slots that none of them has whole."""
         own, here, described = self._complete, self._group.rank, None
-        arrays: dict[str, np.ndarray] = {}
+        tensors: dict[str, Any] = {}
+        memory: tuple[Any, ...] = ()
         if here == state.source:
             sent = state.of(own)
-            arrays = {name: np.asarray(tensor) for name, tensor in sent.tensors.items()}
-            shapes = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
+            memory = tuple(m for m in sent.memory if m in self._copies)
+            # Arrays may be views of files, which this worker will write again.
+            tensors = {n: t if tf.is_tensor(t) else tf.constant(t) for n, t in sent.tensors.items()}
+            shapes = {n: (t.dtype.name, t.shape.as_list()) for n, t in tensors.items()}
             described = sent.record, shapes, sent.layout
         record, shapes, layout = self._group.from_all(described)[state.source]
         layout = Layout.of(*layout)
-        found = {}
+        found: dict[str, Any] = {}
         for name, (dtype, shape) in shapes.items():
-            array = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
             if here == state.source:
-                array[...] = arrays[name]
-            found[name] = self._sum(array)
-        slots: dict[str, np.ndarray] = {}
+                array, found[name] = view_of(tensors[name]), tensors[name]
+            else:
+                array, found[name] = new_tensor(shape, tf.as_dtype(dtype))
+            self._send(array, state.source)
+        whole = {n: new_tensor(s, tf.as_dtype(dtype)) for n, (dtype, s) in layout.slots.items()}
+        slots = {name: array for name, (array, _) in whole.items()}
         holds = (here, self._ring.previous) if self._group.size > 1 else ()
-        kept: dict[int, list[np.ndarray]] = {}
-        for rank in range(len(layout.shards)):
-            received: np.ndarray = np.zeros(layout.bytes_of(rank), np.uint8)
-            if here == state.senders[rank]:
-                np.concatenate([received[:0], *state.of(own, rank).shards[rank]], out=received)
-            layout.fill(slots, rank, self._sum(received))
+        kept: dict[int, Sequence[np.ndarray]] = {}  # rank -> bytes of its shards
+        for rank, sender in sorted(state.senders.items()) if layout.shards else ():
+            values = layout.shards_in(slots, rank)
+            if here == sender:
+                copy_shards(state.of(own, rank).shards[rank], values)
+            for array in values:
+                self._send(array, sender)
             if rank in holds:
-                kept[rank] = [received]
+                kept[rank] = values
+        of_slots = {name: tensor for name, (_, tensor) in whole.items()}
         if len(layout.shards) == self._group.size:
             self._layout = layout
-            self._complete = [Copy(record, found, layout, kept, fence.attempt())]
+            if len(kept) == self._group.size:
+                memory = *memory, whole
+            else:  # whole slots are freed
+                kept = {rank: [array.copy() for array in v] for rank, v in kept.items()}
+            self._complete = [Copy(record, found, layout, kept, fence.attempt(), memory)]
         else:  # another number of workers has taken it, or each has all slots
-            self._complete = [Copy(record, {**found, **slots}, attempt=fence.attempt())]
-        return slots
+            found |= of_slots
+            self._complete = [Copy(record, found, attempt=fence.attempt(), memory=(*memory, whole))]
+        return of_slots
 
     @property
     def _ring(self) -> AllReduce:
@@ -221,12 +240,11 @@ class PeerState(Backups):
         assert ring is not None
         return ring
 
-    def _sum(self, array: np.ndarray) -> np.ndarray:
-        """The array of the only worker whose array is not zeros, on all."""
+    def _send(self, array: np.ndarray, source: int) -> None:
+        """Replaces an array by that of one worker, on all others."""
         if array.size and self._group.size > 1:
             with self._lost_named():
-                self._ring.sum(array.reshape(-1).view(np.uint8), what="state")
-        return array
+                self._ring.broadcast(array.reshape(-1).view(np.uint8), "state", source)
 
     @contextlib.contextmanager
     def _lost_named(self) -> Iterator[None]:
@@ -281,7 +299,8 @@ class PeerState(Backups):
         entries, arrays = python_state or self.python_state(callbacks)
         self._file_writer.wait()
         del self._complete[:-1]  # its memory is for the new copy
-        self._copies.reverse()
+        if self.kept is not None and self._copies[0] in self.kept.memory:
+            self._copies.reverse()
         if self._copies[0] is self._written and self._writer.busy:
             self._copies[0] = state.Snapshots()
         taken = self._copies[0].take(driver.model, driver.strategy, driver.trains_in_place, own)
@@ -292,7 +311,13 @@ class PeerState(Backups):
         entries = self._group.from_chief(lambda: entries)
         arrays = self._group.arrays_from_chief(arrays)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
-        new = Copy({**record, **entries}, tensors, *self._shards(driver, own), fence.attempt())
+        new = Copy(
+            {**record, **entries},
+            tensors,
+            *self._shards(driver, own),
+            attempt=fence.attempt(),
+            memory=(self._copies[0],),
+        )
         self._complete.append(new)
         report_replaceable(True)
         if self._files is not None and (new.shards or self._files.is_first):

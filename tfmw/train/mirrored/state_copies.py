@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 
 class Shard(NamedTuple):
@@ -36,29 +35,10 @@ class Layout(NamedTuple):
         """The layout in the JSON of another one."""
         return cls([[Shard(*shard) for shard in of_one] for of_one in shards], slots)
 
-    def bytes_of(self, rank: int) -> int:
-        """Number of bytes of a worker's shards."""
-        return sum(
-            shard.elements * tf.as_dtype(self.slots[shard.name][0]).size
-            for shard in self.shards[rank]
-        )
-
-    def fill(self, slots: dict[str, np.ndarray], rank: int, received: np.ndarray) -> None:
-        """Copies a worker's shards into whole slots.
-
-        Args:
-            slots: the slots by name, to which new ones are added.
-            received: uint8 [n], the bytes of its shards, in order.
-        """
-        begin = 0
-        for name, first, elements in self.shards[rank]:
-            dtype, shape = self.slots[name]
-            type_ = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
-            if name not in slots:
-                slots[name] = np.zeros(shape, type_)
-            end = begin + elements * type_.itemsize
-            slots[name].reshape(-1)[first : first + elements] = received[begin:end].view(type_)
-            begin = end
+    def shards_in(self, slots: Mapping[str, np.ndarray], rank: int) -> list[np.ndarray]:
+        """uint8: the bytes of a worker's shards in whole slots, in order."""
+        views = (slots[n].reshape(-1)[begin : begin + m] for n, begin, m in self.shards[rank])
+        return [view.view(np.uint8) for view in views]
 
 
 WHOLE = Layout()
@@ -84,6 +64,7 @@ class Copy:
     # rank -> the bytes of that worker's shards: of this one's, and of the one before it
     shards: Mapping[int, Sequence[np.ndarray]] = dataclasses.field(default_factory=dict)
     attempt: int = 0
+    memory: tuple[Any, ...] = ()  # owners of the memory of the tensors and shards
 
     @property
     def held(self) -> Held:
@@ -119,3 +100,11 @@ def continued(known: Sequence[Sequence[Held]]) -> Continued | None:
         if len(senders) == having[0][1].workers:
             return Continued(*latest, having[0][0], senders)
     return None
+
+
+def copy_shards(values: Sequence[np.ndarray], to: Sequence[np.ndarray]) -> None:
+    """Copies the bytes of shards, which are one array or one for each shard."""
+    if len(values) != len(to):
+        values = np.split(np.concatenate(values), np.cumsum([len(view) for view in to])[:-1])
+    for array, view in zip(values, to, strict=True):
+        view[...] = array

@@ -4,7 +4,7 @@
     own = ring.reduce_scatter(values, cuts)     # this worker's shard of it, and then
     ring.all_gather(own, cuts, out=values)      # all shards, on all workers
     rows, = ring.gather([local])    # float32 [sum of n]: all workers' arrays, concatenated
-    ring.broadcast(values)          # float32 [n]: the first worker's array
+    ring.broadcast(values)          # float32 [n]: the first worker's array, or that of `root`
     ring.shift([local])             # uint8 [n]: the bytes of the previous worker's arrays
 
 `ring.py` is one ring, `hierarchy.py` is rings in two levels.
@@ -134,15 +134,16 @@ class AllReduce(abc.ABC):
         with self._exchange("gather"):
             return self._gather([np.ascontiguousarray(array) for array in local])
 
-    def broadcast(self, values: np.ndarray, what: str = "broadcast") -> np.ndarray:
-        """Replaces an array by the first worker's; returns it.
+    def broadcast(self, values: np.ndarray, what: str = "broadcast", root: int = 0) -> np.ndarray:
+        """Replaces an array by one worker's; returns it.
 
         Args:
-            values: [n], with the same n and dtype on all workers; the first worker only reads it.
+            values: [n], with the same n and dtype on all workers; the root only reads it.
             what: see `sum`.
+            root: rank of the worker whose array it is.
         """
         with self._exchange(what):
-            return self._broadcast(values)
+            return self._broadcast(values, root)
 
     @property
     @abc.abstractmethod
@@ -200,7 +201,7 @@ class AllReduce(abc.ABC):
     def _gather(self, local: list[np.ndarray]) -> list[np.ndarray]: ...
 
     @abc.abstractmethod
-    def _broadcast(self, values: np.ndarray) -> np.ndarray: ...
+    def _broadcast(self, values: np.ndarray, root: int) -> np.ndarray: ...
 
     @abc.abstractmethod
     def _shift(self, local: np.ndarray) -> np.ndarray: ...

@@ -131,10 +131,11 @@ class HierarchicalRing(AllReduce):
     def _by_place(self, local: list[np.ndarray]) -> list[np.ndarray]:
         return self.within.gather(self._between.gather(local))
 
-    def _broadcast(self, values: np.ndarray) -> np.ndarray:
-        if self.within.rank == 0:
-            self._between.broadcast(values, self._what)
-        return self.within.broadcast(values, self._what)
+    def _broadcast(self, values: np.ndarray, root: int) -> np.ndarray:
+        machine, place = self._place[root]
+        if self.within.rank == place:
+            self._between.broadcast(values, self._what, machine)
+        return self.within.broadcast(values, self._what, place)
 
     @property
     def previous(self) -> int:

@@ -171,13 +171,13 @@ class Ring(AllReduce):
         self._finish()
         return [np.concatenate(arrays) for arrays in zip(*everyone, strict=True)]
 
-    def _broadcast(self, values: np.ndarray) -> np.ndarray:
+    def _broadcast(self, values: np.ndarray, root: int) -> np.ndarray:
         header = self._header(values.nbytes)
-        if self.rank == 0:
+        if self.rank == root:
             self._next.add(header, values, may_go=True)
         else:
             self._require_incoming(values.nbytes)
-            passes_on = self.rank < self.size - 1
+            passes_on = (self.rank + 1) % self.size != root
             if passes_on:
                 self._next.add(header, may_go=True)
                 self._next.add(values)
