@@ -24,7 +24,7 @@ from typing import Any
 
 STEP_S = 0.05
 WAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "synchronous, all restart": ([], {"backup_every": "continuous"}),
+    "synchronous": ([], {"backup_every": "continuous"}),
     "elastic, every=25": (["--elastic"], {"sync": {"every": 25}}),
 }
 

@@ -82,7 +82,9 @@ def test_shards_of_slots_survive_the_loss_of_one_worker_and_then_of_another(
 
 
 @pytest.mark.parametrize(
-    ("workers", "sharded"), [(1, False), (2, False), (2, True)], ids=["one", "whole", "sharded"]
+    ("workers", "sharded"),
+    [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.nightly)],
+    ids=["one", "whole", "sharded"],
 )
 def test_all_workers_are_killed_and_new_ones_continue_from_memory(
     workers: int, sharded: bool

@@ -97,9 +97,10 @@ class MirroredTraining:
     def __exit__(self, *error: Any) -> None:
         if error[0] is None:
             self._data.leave()
-        for data in (self._data, self._validation) if error[0] else ():
-            if data is not None:
-                data.abandon()
+        else:
+            self._data.abandon()
+            if self._validation is not None:
+                self._validation.abandon()
         self._stack.__exit__(*error)  # the driver is not cached after an error
 
     def unplaced_model(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
