@@ -6,7 +6,7 @@ Two workers train a toy model with a backup every 20 steps; one of them is kille
 model has 25 million weights, whose optimizer the workers shard. For each contender it prints the
 range of three times, in seconds since the kill. They are: detected (the launcher says so, or the
 first process of the new attempt appears); restarted (the script runs again, in every new worker);
-first new step. tfmw replaces one lost worker; if both are killed, both resume from the backup.
+first new step. tfmw replaces one lost worker; if both are killed, both continue from memory.
 torchrun restarts the same training in PyTorch, if torch is installed: in this environment, or in
 the one of the given Python.
 """

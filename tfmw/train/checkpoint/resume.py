@@ -413,8 +413,8 @@ class Backups:
         """Ends the process with the status that requests another run, by raising Preempted."""
         self.wait()
         self._leaving = True
-        where = "in memory" if not self.path else f"in {self.path}"
-        where = where if self._lost is None else f"lost ({self._lost})"
+        place = self.path or "memory"
+        where = f"in {place}" if self._lost is None else f"lost ({self._lost})"
         preempted = Preempted(
             f"received a signal to exit: stopped after step {step}, which is {where}"
         )

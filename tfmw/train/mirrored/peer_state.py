@@ -49,6 +49,7 @@ from tfmw.train.mirrored.collectives import connection
 from tfmw.train.mirrored.collectives.all_reduce import AllReduce, RingBroken
 from tfmw.train.mirrored.copy_files import CopyFiles
 from tfmw.train.mirrored.state_copies import (
+    WHOLE,
     Continued,
     Copy,
     Held,
@@ -87,7 +88,7 @@ class PeerState(Backups):
         self.on = True
         self._strategy = strategy
         self._complete: list[Copy] = []  # the last copy, and the one before while its memory lasts
-        self._layout = Layout()  # of the shards of these workers
+        self._layout = WHOLE  # of the shards of these workers
         self._copies = [state.Snapshots(), state.Snapshots()]  # a copy stays until the next is done
         self._written: state.Snapshots | None = None  # the copy in the last backup
         self._copied_at = clock()
@@ -147,16 +148,15 @@ class PeerState(Backups):
 
     def _found(self) -> Continued | None:
         """The state in memory from which all continue; None if a backup is as new, or all begin."""
-        on_disk: int | None = None  # the step of the newest backup; unknown to those that stay
         if not self._trains:
             self._complete = [] if self._files is None else self._files.found()
-            newest = self._store.newest() if self.has_directory and self._group.is_chief else None
-            on_disk = -1 if newest is None else newest.step
         held = [copy.held for copy in self._complete]
-        all_held, all_on_disk = zip(*self._group.from_all([held, on_disk]), strict=True)
+        all_held, stays = zip(*self._group.from_all([held, self._trains]), strict=True)
         found = continued([[Held(*each) for each in of_one] for of_one in all_held])
-        if found is not None and None not in all_on_disk and found.step <= max(all_on_disk):
-            found = None
+        # Copies of workers that stay are as new as any backup.
+        if found is not None and self.has_directory and not any(stays):
+            newest = self._group.from_chief(lambda: getattr(self._store.newest(), "step", -1))
+            found = found if found.step > newest else None
         if found is None:
             self._complete = []
         return found
@@ -169,8 +169,7 @@ class PeerState(Backups):
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         super().__exit__(kind, *error)
-        with contextlib.suppress(OSError):
-            self._file_writer.wait()
+        self._file_writer.wait()
         if kind is None:
             report_replaceable(False)
             self._group.from_all(None)  # after it no worker is lost in this training
@@ -343,7 +342,8 @@ class PeerState(Backups):
 
     def _no_files(self, error: Exception) -> None:
         """Handles that a copy could not be written to a file, in memory that may be full."""
-        logger.info("copies of the state do not outlive this worker: %s", error)
+        level = logging.INFO if self.has_directory else logging.WARNING
+        logger.log(level, "copies of the state do not outlive their workers: %s", error)
         if self._files is not None:
             self._files.remove()
         self._files = None
@@ -357,7 +357,7 @@ class PeerState(Backups):
     ) -> tuple[Layout, dict[int, Sequence[np.ndarray]]]:
         """The layout of slots, and the shards of this worker and of the one before it."""
         if own is None:
-            return Layout(), {}
+            return WHOLE, {}
         taken = self._copies[0].take_parts(driver.model, own)
         if not self._layout.shards:
             mine = [
@@ -380,7 +380,8 @@ class PeerState(Backups):
 
     def _copy_no_more(self, problem: str) -> None:
         if self._due_s < float("inf") and self._group.is_chief:
-            logger.info("workers keep no copies of the state in memory: %s", problem)
+            level = logging.INFO if self.has_directory else logging.WARNING
+            logger.log(level, "workers keep no copies of the state in memory: %s", problem)
         self._complete, self._due_s = [], float("inf")
         report_replaceable(False)
 
