@@ -175,6 +175,7 @@ def test_row_35_killed_while_a_part_is_written_and_again_during_a_restore(
     assert runs[0]["history"] == undisturbed[0]["history"]
 
 
+@pytest.mark.nightly
 def test_a_worker_killed_while_it_writes_its_part_is_replaced(folder, undisturbed):
     """Its part of the state is in its neighbour's memory; the backup is not completed."""
     places = "copies", "part 3@0:1"
@@ -205,7 +206,8 @@ def steps_of(backups: Path) -> int:
     return newest.step
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.nightly), 3])
+@pytest.mark.nightly
+@pytest.mark.parametrize("workers", [1, 3])
 def test_two_workers_are_preempted_and_another_number_resumes(
     folder, undisturbed, left_by_two, workers
 ):

@@ -190,6 +190,7 @@ def test_firewall_that_opens_only_the_ports_of_the_cluster(checks, addresses):
         assert "will take TensorFlow's gRPC" in note
 
 
+@pytest.mark.nightly
 def test_another_token(checks, addresses):
     for index in range(2):
         env = {"TFMW_TOKEN": f"secret {index}"}

@@ -141,7 +141,7 @@ def _assert_equal(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("name", every(2, ALL))
+@pytest.mark.parametrize("name", every(4, ALL))
 def test_workers_read_the_batches_of_grain_in_its_order(name: str, workers: int) -> None:
     expected = _keras_batches(ALL[name](Counting()))
     _assert_equal(_union(lambda: ALL[name](Counting()), workers), expected)
@@ -563,6 +563,7 @@ def test_the_process_that_makes_indices_ends_with_the_call(
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.nightly
 def test_the_process_that_makes_indices_ends_with_the_training(
     endless_text: str, tmp_path: Path
 ) -> None:

@@ -296,6 +296,7 @@ def stay():
             yield workers
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras's scheduler of rates
 def test_a_cache_above_a_shuffle_then_a_loss_that_is_no_number(stay):

@@ -17,6 +17,7 @@ from tests.engines.contract import (
     Contract,
     HasController,
     doubled,
+    marked_copy,
     runs_forever,
     shell,
     wait_for,
@@ -40,6 +41,8 @@ class TestLocal(HasController, Contract):
     test_fit_equals_that_of_two_workers = None  # it is that
     test_fit_equals_that_of_two_workers_though_a_host_is_lost = None
     lost = r"local job \w+ was lost"
+    # `make test` has it on Kubernetes.
+    test_every_role = marked_copy(Contract.test_every_role, pytest.mark.nightly)
 
     def controller(self, engine: Engine, job: Job) -> int:
         assert isinstance(engine, Local)

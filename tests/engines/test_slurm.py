@@ -78,6 +78,8 @@ class TestSlurm(FromAShell, HasController, Contract):
     test_fit_equals_that_of_two_workers = marked_copy(  # a minute of both cores
         Contract.test_fit_equals_that_of_two_workers, pytest.mark.nightly
     )
+    # `make test` has it on Kubernetes.
+    test_every_role = marked_copy(Contract.test_every_role, pytest.mark.nightly)
 
     @pytest.fixture(autouse=True)
     def _knows(self, slurm: OneMachine) -> None:

@@ -257,6 +257,7 @@ def test_without_backups_hosts_die_come_back_and_leave(tmp_path):
     assert done["attempt"] == 3
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_is_replaced_on_its_host(tmp_path):
     """The other host's worker stays, and waits; no attempt begins, and nothing is on disk."""
     undisturbed = run_cluster("lost_workers.py", "arrays", workers=2)

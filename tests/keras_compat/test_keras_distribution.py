@@ -42,6 +42,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     np.testing.assert_allclose(found["predict"], expected["predict"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_processes_that_keras_variables_describe_train_as_one() -> None:
     """The last batch has 5 rows, which two processes cannot divide evenly."""

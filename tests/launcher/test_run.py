@@ -981,7 +981,10 @@ if os.environ["LOOK"]:
 @pytest.mark.parametrize(
     ("options", "chosen", "expected"),
     [
-        (["--workers=1"], {"LOOK": "1"}, [f"asked: {ASKED}", f"oneDNN: {ASKED == '1'}"]),
+        pytest.param(
+            *(["--workers=1"], {"LOOK": "1"}, [f"asked: {ASKED}", f"oneDNN: {ASKED == '1'}"]),
+            marks=pytest.mark.nightly,  # with an import of TensorFlow
+        ),
         ([], {"LOOK": ""}, [f"asked: {ASKED}"]),
         (["--workers=1"], {"LOOK": "", "TF_ENABLE_ONEDNN_OPTS": "0"}, ["asked: 0"]),
     ],

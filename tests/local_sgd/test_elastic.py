@@ -102,10 +102,11 @@ def test_where_all_are_lost_all_resume_from_their_backups() -> None:
     assert len({weights(member).tobytes() for member in run}) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "losses",
     [
-        pytest.param(["saved=11,11", "1:13:steps"], id="one lost", marks=pytest.mark.nightly),
+        pytest.param(["saved=11,11", "1:13:steps"], id="one lost"),
         pytest.param(["saved=14,11", "0:15:steps", "1:15:steps"], id="all lost"),
     ],
 )

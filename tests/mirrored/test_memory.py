@@ -39,6 +39,7 @@ def said(**chosen: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.nightly
 def test_freed_memory_is_reused():
     assert int(said()) >= 256 * 1024 * 4
 

@@ -52,9 +52,7 @@ ASSIGNED = ["assigned by a layer", "assigned after the update"]
 MODELS = ["constraint", "sparse", "compiled model", "16 bits", "between steps", *ASSIGNED]
 
 
-OFTEN = [
-    "Adam | on", "loss scaling | on", "sparse", "between steps",
-]  # fmt: skip
+OFTEN = ["Adam | on", "sparse", "between steps"]
 SHARED = [*BY_ELEMENT, *BY_VARIABLE, *MODELS]
 
 

@@ -124,6 +124,7 @@ def shards(run_cluster):
     return run_cluster("ps_shards.py", workers=1, ps=2).chief
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 @pytest.mark.timeout(600)
 class TestDividedVariables:
@@ -234,6 +235,7 @@ class TestSynchronousUpdates:
         assert found["moved"] > 0.1
         assert found["off_by"] < 1e-5, "from one process on the batches of both"
 
+    @pytest.mark.nightly
     def test_stragglers_gradient_is_dropped(self, run_cluster, tmp_path):
         late = f"--late_from={tmp_path / 'late'}"
         run = run_cluster("ps_sync.py", "--aggregate=2", late, workers=3, ps=1)

@@ -1009,9 +1009,9 @@ def moving_codes() -> keras.Model:
     return compiled(keras.Sequential([encoder(), MovingCodes(), dense(CLASSES)]))
 
 
-EQUAL = [wgan_gp, codebook, added_codes, adversarial]
+EQUAL = [codebook, added_codes, adversarial]
 EQUAL_TOO = [
-    *(vae, sharpness_aware, of_constants, sum_by_hand, synchronized_norm),
+    *(wgan_gp, vae, sharpness_aware, of_constants, sum_by_hand, synchronized_norm),
     *(vq_vae, real_nvp, siamese, deep_fm, distillation, gradient_centralization, mixup),
     *(loss_in_a_function, recurrent, normalized_batches, contrastive, conditional_gan, cycle_gan),
     *(speech, detection, gan, added_losses, transformer, masked_language_model),
@@ -1157,6 +1157,7 @@ def squares(y_true: Any, y_pred: Any) -> Any:
     return tf.vectorized_map(lambda pair: ops.mean((pair[0] - pair[1]) ** 2), (y_true, y_pred))
 
 
+@pytest.mark.nightly
 def test_sparse_and_ragged_batches_without_a_word(two_replicas: Any) -> None:
     rows = [list(RANDOM.integers(0, 9, n)) for n in RANDOM.integers(1, 4, len(X))]
     ragged = tf.ragged.constant(rows, dtype=tf.int32)
@@ -1269,6 +1270,7 @@ class Shaken(ByHand):
         self.spread.assign(ops.max(own_bias, axis=0) - ops.min(own_bias, axis=0))
 
 
+@pytest.mark.nightly
 def test_random_value_is_that_of_one_replica(two_replicas: Any) -> None:
     spread = keras.Variable(np.ones(4, "float32"), trainable=False, name="spread")
     model = own(Shaken, encoder=encoder(), spread=spread)

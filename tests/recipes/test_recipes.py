@@ -154,6 +154,7 @@ def test_two_terminals(environ, described):
     assert re.search(r"(?<!\d)5/5(?!\d)", tasks[0][1]), "--max_steps"
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_mnist_on_two_workers_on_mock_data(run_cluster, tmp_path):
     run = run_cluster(

@@ -99,15 +99,11 @@ def test_a_pydataset_without_a_length_is_shuffled() -> None:
 
 
 # `make test` has the first ones on two workers; `make nightly` has the others, and all on devices.
-SCENARIOS = [
-    "callbacks_see_an_ordinary_model",
-    "orders_drawn_without_a_seed",
-    "lengths_that_change",
-    "generators_over_several_calls",
-    "logs_computed_from_logs",
-    "pipelines_that_keep_something",
-]
+SCENARIOS = ["orders_drawn_without_a_seed", "lengths_that_change", "logs_computed_from_logs"]
 SCENARIOS_TOO = [
+    "callbacks_see_an_ordinary_model",
+    "generators_over_several_calls",
+    "pipelines_that_keep_something",
     "a_fit_of_several_trainings",
     "a_fit_that_calls_tfmw",
     "predictions_without_one_shape",

@@ -30,6 +30,7 @@ def test_the_cluster_is_usable_after_an_error_of_all_tasks(run_cluster, collecti
     assert_complete(tmp_path / "backups")  # the run that resumed
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_after_an_error_of_one_task_the_next_call_says_so(run_cluster, tmp_path):
     run = run_cluster("caught_errors.py", "auto", "apart", str(tmp_path / "backups"))

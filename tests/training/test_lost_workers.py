@@ -63,7 +63,7 @@ def test_a_worker_and_then_the_chief_are_killed(tmp_path: Path) -> None:
     assert newest.record["done"]
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_shards_of_slots_survive_the_loss_of_one_worker_and_then_of_another(
     workers: int, tmp_path: Path
 ) -> None:
@@ -83,7 +83,11 @@ def test_shards_of_slots_survive_the_loss_of_one_worker_and_then_of_another(
 
 @pytest.mark.parametrize(
     ("workers", "sharded"),
-    [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.nightly)],
+    [
+        pytest.param(1, False, marks=pytest.mark.nightly),
+        (2, False),
+        pytest.param(2, True, marks=pytest.mark.nightly),
+    ],
     ids=["one", "whole", "sharded"],
 )
 def test_all_workers_are_killed_and_new_ones_continue_from_memory(
@@ -103,6 +107,7 @@ def test_all_workers_are_killed_and_new_ones_continue_from_memory(
     assert not Path(folders.pop()).exists()
 
 
+@pytest.mark.nightly
 def test_fewer_workers_put_the_shards_of_more_together() -> None:
     """The third worker's machine is lost for good, so to speak: it dies whenever it starts."""
     ends = [f"kill:{worker}:1:3" for worker in range(3)]

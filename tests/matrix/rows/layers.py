@@ -130,7 +130,7 @@ def _convolved(cls: Any = keras.Sequential) -> keras.Model:
     )
 
 
-@row("BatchNormalization, synchronized, one example left", tol=2e-5)
+@row("BatchNormalization, synchronized, one example left", nightly=True, tol=2e-5)
 def batch_norm_synchronized_tail() -> Case:
     return Case(compiled(_convolved(), adam()), classes(17), predict=None)
 

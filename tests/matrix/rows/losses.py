@@ -64,7 +64,7 @@ def class_weights() -> Case:
     return Case(model, classes(), fit={"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}, predict=None)
 
 
-@row("AUC, precision, recall, F1, MeanIoU, top-k", core=True, fast=True, logs_tol=1e-4)
+@row("AUC, precision, recall, F1, MeanIoU, top-k", core=True, nightly=True, logs_tol=1e-4)
 def metrics() -> Case:
     model = keras.Sequential([keras.Input([5]), layers.Dense(3, activation="softmax")])
     x, y = numbers()
@@ -265,7 +265,7 @@ class Penalized(layers.Layer):
         return x
 
 
-@row("add_loss before replicas exchange values in the middle of the step")
+@row("add_loss before replicas exchange values in the middle of the step", nightly=True)
 def add_loss_before_exchange() -> Case:
     model = keras.Sequential(
         [

@@ -292,7 +292,7 @@ class ByHand(_Net):
     test_step = HandWritten.test_step
 
 
-@row("train_step: weights assigned by hand", core=True, fast=True)
+@row("train_step: weights assigned by hand", core=True, nightly=True)
 def by_hand() -> Case:
     model = ByHand()
     model.compile(adam())
