@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,8 +42,8 @@ UNDISTURBED = 5  # steps without faults are counted in 1/5 of the time
 TOKEN = "0123456789abcdef" * 4  # a key of this benchmark only
 
 TORCHRUN_TIMEOUTS = {
-    # Seconds to wait for more hosts, as --rejoin-timeout; torchrun's default is 30.
-    "last_call_timeout": 2,
+    # Seconds to wait for more hosts, as tfmw does; torchrun's default is 30.
+    "last_call_timeout": 1,
     # A host is gone after 5 signs of life, one each second, as for tfmw; the default is 3 of 5 s.
     "keep_alive_interval": 1,
     "keep_alive_max_attempt": 5,
@@ -66,7 +66,7 @@ def ways(recovery: str, torch_python: str | None) -> dict[str, Way]:
 
     def tfmw(host: int, addresses: Sequence[str], folder: str) -> list[str]:
         hosts = ["--hosts", ",".join(addresses), "--host-index", str(host)]
-        limits = ["--min-hosts", str(MIN_HOSTS), "--rejoin-timeout", "2", "--max-restarts", "99"]
+        limits = ["--min-hosts", str(MIN_HOSTS), "--max-restarts", "99"]
         train = [recovery, "--train", "tfmw", "--backup_dir", folder]
         return [sys.executable, "-m", "tfmw", "run", *hosts, *limits, *train]
 
@@ -170,7 +170,7 @@ class Training:
                     self.steps.setdefault(int(found[1]), when)
                 yield when, host, line
 
-    def new_steps(self, hosts: set[int], count: int = 1, again: bool = False) -> float:
+    def new_steps(self, hosts: set[int], count: int = 1, again: Collection[int] = ()) -> float:
         """Waits until each of these hosts has made so many steps.
 
         Returns:
@@ -179,11 +179,13 @@ class Training:
         Args:
             hosts: the hosts to wait for.
             count: number of steps of each host.
-            again: whether to count only the steps of workers that start after this call.
+            again: those of which only the steps of a worker count that starts after this call.
         """
         made = dict.fromkeys(hosts, 0)
-        started = set() if again else set(hosts)
+        started, called = hosts.difference(again), time.monotonic()
         for when, host, line in self.lines(TIMEOUT_S):
+            if when < called:
+                continue
             if "script " in line:
                 started.add(host)
             if host in made and host in started and "made step " in line:
@@ -199,7 +201,7 @@ def kill_of_a_worker(way: Way, network: Namespaces) -> float:
         training.new_steps(set(range(HOSTS)), WARM_STEPS)
         killed = time.monotonic()
         os.kill(training.workers[HOSTS - 1], signal.SIGKILL)
-        return training.new_steps(set(range(HOSTS)), again=True) - killed
+        return training.new_steps(set(range(HOSTS)), again=[HOSTS - 1]) - killed
 
 
 def cut_of_a_link(way: Way, network: Namespaces) -> float:
@@ -209,7 +211,7 @@ def cut_of_a_link(way: Way, network: Namespaces) -> float:
         cut = time.monotonic()
         network.cut(None, HOSTS - 1)
         try:
-            return training.new_steps(set(range(HOSTS - 1)), again=True) - cut
+            return training.new_steps(set(range(HOSTS - 1)), again=range(HOSTS - 1)) - cut
         finally:
             network.mend(None, HOSTS - 1)
 

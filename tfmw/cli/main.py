@@ -121,7 +121,7 @@ _RUN_OPTIONS = {
     "failures of hosts (with --hosts and --max-restarts)": {
         "--workers-per-host K": "number of workers on each host; default: 1",
         "--min-hosts M": "if hosts are lost, continue with at least M of them; default: all",
-        "--rejoin-timeout S": "seconds to wait for missing hosts; default: 30 at the start, then 5",
+        "--rejoin-timeout S": "seconds to wait for missing hosts; default: 30 at the start, then 0",
         "--rendezvous PLACE": "lock that elects the leading host: dir:/a/directory/that/all/share, "
         "or s3://bucket/run7; default: in --backup-dir, or in that of the script",
         "--token-file FILE": "file with the secret of all hosts, from tfmw token; default: the "

@@ -23,7 +23,13 @@ from typing import Any
 from tfmw.cluster import addresses
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.hosts.lease import LeaseKeeper, Record
-from tfmw.launcher.hosts.settings import HEARTBEAT_S, SILENCE_S, HostSettings
+from tfmw.launcher.hosts.settings import (
+    GATHER_S,
+    HEARTBEAT_S,
+    REJOIN_S,
+    SILENCE_S,
+    HostSettings,
+)
 from tfmw.launcher.options import FAREWELL_S
 from tfmw.launcher.orchestrator import Orchestrator
 from tfmw.launcher.remote import messages
@@ -35,8 +41,9 @@ from tfmw.launcher.result import exit_status, lines_about
 RESIGN_S = 2.0
 """Seconds in which hosts reach a new leader; with too few of them, another host may try to lead."""
 
-DRAIN_S = 2.0
-"""Seconds by which a host that was cut off may end its tasks later than the leader."""
+DRAIN_S = 1.0
+"""Seconds by which a host that was cut off may end its tasks later than the leader: both notice
+the silence of the other within a heartbeat, and tasks are killed at once."""
 
 END_S = 20.0
 """Seconds in which a connected host must have ended its tasks; then it counts as lost."""
@@ -332,7 +339,9 @@ class Leader:
         # The leader before released the lock after its tasks ended; other hosts may not know yet.
         if self._inherited and cut_off - {self._former}:
             drain_s += SILENCE_S + HEARTBEAT_S
-        return max(self.settings.patience_s(first=not self.record.hosts), drain_s)
+        reaches = self._has_led or missing <= {self._former}  # all that others can
+        default_s = GATHER_S if not self.record.hosts else 0.0 if reaches else REJOIN_S
+        return max(self.settings.patience_s(default_s), drain_s)
 
     def _lack(self, now: float) -> None:
         """Handles a lack of hosts."""

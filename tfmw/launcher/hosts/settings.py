@@ -17,8 +17,9 @@ SILENCE_S = 3.0
 """Seconds of silence after which a connection counts as lost: six heartbeats."""
 
 GATHER_S, REJOIN_S = 30.0, 5.0
-"""Seconds to wait for missing hosts: schedulers start them one after the other, but a lost one
-costs all others this time, and may join later without a step lost."""
+"""Seconds to wait for missing hosts: schedulers start them one after the other, and after the
+leader's loss the others have to reach a new one. Nobody waits for a host that is lost: if it starts
+again, it imports TensorFlow first, which takes longer, and then joins without a step lost."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class HostSettings:
     hosts: tuple[str, ...]  # names or addresses, the same everywhere; "host:port" in a run
     workers_per_host: int = 1  # number of training tasks on each host
     min_hosts: int | None = None  # the least number of hosts that train; None: all of them
-    # time to wait for missing hosts; None: `GATHER_S` before the first attempt, then `REJOIN_S`
+    # time to wait for missing hosts; None: `GATHER_S`, `REJOIN_S` or no time, as said there
     rejoin_timeout_s: float | None = None
     options: RunOptions = dataclasses.field(default_factory=RunOptions)  # restarts, time limits
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # further settings, by name
@@ -50,13 +51,11 @@ class HostSettings:
     @property
     def give_up_s(self) -> float:
         """Seconds without enough hosts after which a run ends."""
-        return max(self.patience_s(first=True), self.options.start_timeout_s or float("inf"))
+        return max(self.patience_s(GATHER_S), self.options.start_timeout_s or float("inf"))
 
-    def patience_s(self, first: bool) -> float:
-        """Seconds to wait for missing hosts before an attempt, the first one or another."""
-        if self.rejoin_timeout_s is not None:
-            return self.rejoin_timeout_s
-        return GATHER_S if first else REJOIN_S
+    def patience_s(self, default_s: float) -> float:
+        """Seconds to wait for missing hosts before an attempt."""
+        return default_s if self.rejoin_timeout_s is None else self.rejoin_timeout_s
 
     def name(self, host: int) -> str:
         """Name of a host in messages, with its port if another host has that name."""
