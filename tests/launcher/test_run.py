@@ -245,6 +245,12 @@ class TestFailure:
         assert files_of(lambda: alone.from_chief(of_the_user), LookupError) == {"test_run.py"}
         ours = files_of(lambda: task_layout(0, 0, False), UsageError)
         assert ours == {"test_run.py", "options.py"}
+        with pytest.raises(UsageError) as caught:  # of a task that only reports a lost peer
+            task_layout(0, 0, False)
+        shown = task_program._from_the_users_code(caught.value.__traceback__, users_only=True)
+        assert [frame.name for frame in traceback.extract_tb(shown)] == [
+            "test_tfmws_frames_are_shown_only_if_the_error_is_its_own"
+        ]
 
     def test_the_last_line_has_the_whole_message_of_an_error_of_several_lines(self, run):
         result = run("worker 0=wait", "worker 1=fail_in_a_layer")
@@ -302,6 +308,23 @@ class TestFailure:
         assert "worker 1 failed" in last_line(result)
         assert "SIGKILL" in last_line(result)
         assert "memory" in last_line(result)
+        assert (
+            "tfmw: with --max-restarts 3 a new task would have taken its place\n" in result.output
+        )
+
+    @pytest.mark.parametrize(
+        ("action", "options", "said"),
+        [
+            ("kill", ["--backup-dir", "backups"], "; the same command resumes from the newest"),
+            ("fail", [], None),
+            ("kill", ["--max-restarts", "1"], None),
+        ],
+    )
+    def test_a_run_without_restarts_says_what_they_would_do(self, run, action, options, said):
+        result = run("worker 0=wait", f"worker 1={action}", options=options)
+        assert result.status == 1
+        found = re.search("would have taken its place(.*)", result.output)
+        assert (found and found[1].startswith(said)) if said else found is None
 
     @pytest.mark.parametrize(
         ("action", "words"), [("leave_3", "exit status 3"), ("leave_words", "no data here")]

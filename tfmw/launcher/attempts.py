@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tfmw.cluster.cluster import ISOLATED, MEMBERS, ROUNDS, TOKEN
+from tfmw.cluster.cluster import BACKUP_DIR, ISOLATED, MEMBERS, ROUNDS, TOKEN
 from tfmw.cluster.signals import Signals
 from tfmw.errors import UsageError
 from tfmw.launcher import call
@@ -31,7 +31,7 @@ from tfmw.launcher.orchestrator import LOOK_S, Orchestrator, RunOver
 from tfmw.launcher.output import Display, is_watched, say
 from tfmw.launcher.process import divisions, task_name
 from tfmw.launcher.restart import AttemptOutcome, Decision, RestartPolicy
-from tfmw.launcher.result import Result, exit_status
+from tfmw.launcher.result import Result, exit_status, restart_hint
 from tfmw.launcher.run_files import published
 from tfmw.launcher.run_status import RunStatus
 from tfmw.launcher.spawn import Spawner
@@ -108,7 +108,7 @@ def run_result(
         directory=context.directory if context.directory.exists() else None,
         attempts=attempt.number + 1,
         restarts=restarts,
-        hint=network_hint(failures) if context.spawner.namespaces else "",
+        hint=_hint(context, failures),
         goodput=goodput.line(
             {t: d.until(goodput.now(), goodput.OTHER) for t, d in divisions(attempt.tasks).items()}
         ),
@@ -116,6 +116,16 @@ def run_result(
     )
     outcomes = {task: call.loaded(data) for task, data in attempt.results().items()}
     return result, outcomes
+
+
+def _hint(context: AttemptContext, failures: Sequence[Failure]) -> str:
+    """One more line for the user; "" for none."""
+    job = context.run
+    if context.spawner.namespaces and (found := network_hint(failures)):
+        return found
+    if job.payload is not None or job.options.max_restarts > 0:
+        return ""
+    return restart_hint(failures, has_backups=BACKUP_DIR in context.env)
 
 
 @contextlib.contextmanager

@@ -111,6 +111,14 @@ def _in_attempt(failure: Failure, several: bool) -> str:
     return f" in attempt {failure.attempt}" if several else ""
 
 
+def restart_hint(failures: Sequence[Failure], has_backups: bool) -> str:
+    """A line for the user if a run without restarts ends as a task was killed; else ""."""
+    if not failures or not failures[0].external:
+        return ""
+    resumes = "; the same command resumes from the newest backup" if has_backups else ""
+    return f"with --max-restarts 3 a new task would have taken its place{resumes}"
+
+
 def exit_status(
     failures: Sequence[Failure],
     *,

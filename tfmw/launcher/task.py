@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
     from tfmw.errors import PREEMPTED, UsageError
     from tfmw.launcher.call import receive
     from tfmw.observe import progress
-    from tfmw.observe.recorded_errors import ERROR_FILE, record_error
+    from tfmw.observe.recorded_errors import ERROR_FILE, is_secondary, record_error
 
     faulthandler.enable()
     # The launcher sends this signal to get the stacks of hung tasks.
@@ -130,18 +130,24 @@ def main(argv: list[str]) -> int:
             print(f"tfmw: {error}", file=sys.stderr)
         return error.status
     except BaseException as error:
-        error = error.with_traceback(_from_the_users_code(error.__traceback__))
+        lost = is_secondary(error)  # the loss of another task: what this one did is no help
+        error = error.with_traceback(_from_the_users_code(error.__traceback__, lost))
         record_error(error, fatal=True)
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
-def _from_the_users_code(first: TracebackType | None) -> TracebackType | None:
+def _from_the_users_code(
+    first: TracebackType | None, users_only: bool = False
+) -> TracebackType | None:
     """The traceback without the frames before the user's first line.
 
     If the user's own code raised the error, as in a callback, tfmw's frames between the user's are
     no help and are left out, too.
+
+    Args:
+        users_only: whether to leave out all frames of libraries.
     """
     links = []
     while first is not None:
@@ -149,9 +155,13 @@ def _from_the_users_code(first: TracebackType | None) -> TracebackType | None:
         first = first.tb_next
     # Names as they are: an absolute one needs the working directory, which may be gone.
     files = [link.tb_frame.f_code.co_filename for link in links]
-    of_user = links and not files[-1].startswith(_PACKAGE) and "site-packages" not in files[-1]
-    left_out = (__file__, "<frozen runpy>", *([_PACKAGE] if of_user else []))
-    kept = [link for link, file in zip(links, files, strict=True) if not file.startswith(left_out)]
+    of_users = [not file.startswith(_PACKAGE) and "site-packages" not in file for file in files]
+    left_out = (__file__, "<frozen runpy>", *([_PACKAGE] if of_users[-1:] == [True] else []))
+    kept = [
+        link
+        for link, file, of_user in zip(links, files, of_users, strict=True)
+        if not file.startswith(left_out) and (of_user or not users_only)
+    ]
     result: TracebackType | None = None
     for link in reversed(kept or links):
         result = TracebackType(result, link.tb_frame, link.tb_lasti, link.tb_lineno)
