@@ -104,8 +104,9 @@ ends = Ends()
 data: dict[str, Any] = {"x": x, "y": y, "batch_size": 12}
 if sys.argv[1] == "dataset":
     data = {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50).batch(12)}
-# In a process without others model.fit is Keras's own.
-fit = functools.partial(tfmw.fit, model) if os.environ["TFMW_LOCAL_TASKS"] == "1" else model.fit
+# In a process without others, or restarts, model.fit is Keras's own.
+is_keras = os.environ["TFMW_LOCAL_TASKS"] == "1" and "TFMW_STATE_FOLDER" not in os.environ
+fit = functools.partial(tfmw.fit, model) if is_keras else model.fit
 validation = x[:20], y[:20]
 history = fit(**data, epochs=4, verbose=0, callbacks=[ends], validation_data=validation)
 score = tfmw.evaluate(model, x, y, verbose=0)

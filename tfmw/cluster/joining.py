@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tfmw.cluster import addresses, membership, rendezvous
-from tfmw.cluster.cluster import BACKUP_DIR, ISOLATED, KERAS, ROUNDS, Cluster
+from tfmw.cluster.cluster import BACKUP_DIR, ISOLATED, KERAS, ROUNDS, STATE_FOLDER, Cluster
 from tfmw.cluster.imports import without_collection
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.cluster.memory import usable_bytes
@@ -121,11 +121,12 @@ def init(
 def join_for_script() -> None:
     """Joins as `init` does, for a script that may be of plain Keras: with `keras=True` by default.
 
-    On a single machine Keras's methods remain, unless there are backups to write.
+    In a single worker Keras's methods remain, unless it writes backups or may restart from memory.
     """
     cluster = init()
     alone = cluster.is_single and not membership.is_evaluator()
-    if KERAS not in os.environ and not (alone and not os.environ.keys() & {ROUNDS, BACKUP_DIR}):
+    needed = os.environ.keys() & {ROUNDS, BACKUP_DIR, STATE_FOLDER}
+    if KERAS not in os.environ and (needed or not alone):
         _keras.by_default = True
         _replace_methods(True)
 

@@ -29,7 +29,7 @@ from tfmw.cluster.signals import Signals
 from tfmw.cluster.sockets import reserved_ports
 from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher import run_files
-from tfmw.launcher.environment import gpu_note, visible_devices
+from tfmw.launcher.environment import gpu_note, visible_devices, visible_gpus
 from tfmw.launcher.failure import Diagnosis, Failure, is_external, why_all_restart
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display, OutputPump
@@ -116,7 +116,9 @@ class Attempt:
         together = not (self._has_ps or self._options.elastic)
         self._elsewhere = workers > here  # whether other machines have workers
         self._replaces = together and workers > 1 and self._options.max_restarts > 0
-        self._state_folder = self.context.state_folder if together else ""
+        # A worker alone has copies of its state in memory on processors only.
+        copies = together and (workers > 1 or not visible_gpus(self._env))
+        self._state_folder = self.context.state_folder if copies else ""
         self._replaced: list[Task] = []  # ended tasks that were restarted alone
         self._replaced_at = -1  # the largest step at which a worker was replaced
         # Task -> time to restart it alone; infinity: not decided yet.

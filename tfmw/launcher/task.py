@@ -130,7 +130,7 @@ def main(argv: list[str]) -> int:
             print(f"tfmw: {error}", file=sys.stderr)
         return error.status
     except BaseException as error:
-        lost = is_secondary(error)  # the loss of another task: what this one did is no help
+        lost = is_secondary(error)  # by another task, and the libraries' lines are no help
         error = error.with_traceback(_from_the_users_code(error.__traceback__, lost))
         record_error(error, fatal=True)
         sys.excepthook(type(error), error, error.__traceback__)
