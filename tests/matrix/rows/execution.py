@@ -123,7 +123,7 @@ def odd_gradient() -> Case:
     return _wide(1825)
 
 
-@row("layers of two dtypes", only=("devices", "two"))
+@row("layers of two dtypes", only=("devices", "two"), nightly=True)
 def two_dtypes() -> Case:
     layers = [keras.layers.Dense(8, "tanh", dtype="float64"), keras.layers.Dense(3)]
     model = keras.Sequential([keras.layers.Input([5]), *layers])

@@ -147,7 +147,7 @@ def not_reduced(**options: Any) -> Case:
     return Case(compiled(mlp(), adam(), loss=loss, **options), classes(), predict=None)
 
 
-row("loss without a reduction")(not_reduced)
+row("loss without a reduction", nightly=True)(not_reduced)
 
 
 @row("loss without a reduction, run_eagerly", nightly=True, only=("devices",))
