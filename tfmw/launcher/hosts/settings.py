@@ -29,7 +29,7 @@ class HostSettings:
     hosts: tuple[str, ...]  # names or addresses, the same everywhere; "host:port" in a run
     workers_per_host: int = 1  # number of training tasks on each host
     min_hosts: int | None = None  # the least number of hosts that train; None: all of them
-    # time to wait for missing hosts; None: `GATHER_S`, `REJOIN_S` or no time, as said there
+    # time to wait for missing hosts; None: `GATHER_S`, `REJOIN_S` or none, as these say
     rejoin_timeout_s: float | None = None
     options: RunOptions = dataclasses.field(default_factory=RunOptions)  # restarts, time limits
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # further settings, by name
