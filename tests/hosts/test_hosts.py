@@ -174,7 +174,7 @@ def test_hosts_come_and_go(cables, bucket, tmp_path):
 
 @pytest.mark.nightly
 def test_hosts_with_several_workers_each(tmp_path, monkeypatch):
-    """All of them restart with the one that dies. Each host's status shows its own."""
+    """The one that dies is replaced on its host. Each host's status shows its own workers."""
     flags, options = [f"--backup_dir={tmp_path}/backup"], ["--workers-per-host=2"]
     monkeypatch.setenv(run_files.RUNTIME_DIRECTORY, str(tmp_path / "runtime"))
     with Hosts(tmp_path, 2, *options, "--max-restarts=2", flags=flags) as hosts:
@@ -189,7 +189,7 @@ def test_hosts_with_several_workers_each(tmp_path, monkeypatch):
         os.kill(int(found[1]), signal.SIGKILL)
         assert hosts.end() == [0, 0], hosts.output()
     results = hosts.results()
-    assert [worker["attempt"] for worker in results] == [1] * 4
+    assert [worker["attempt"] for worker in results] == [0] * 4
     assert len({worker["weights"] for worker in results}) == 1
     for worker in results:
         assert set(worker["seen"]) == {3.0}  # epochs
