@@ -160,6 +160,7 @@ lint: $(DEV)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo "To format: $(BIN)/ruff format ."; exit 1; }
 	@broken=$$($(BIN)/lint-imports --no-logo) || { echo "$$broken"; exit 1; }
+	@$(BIN)/python docs/prose.py
 
 type: $(DEV)
 	@$(BIN)/mypy --no-error-summary
@@ -184,7 +185,6 @@ package: $(DEV)
 # The site. A broken link, a public name without a docstring, or a fault of the prose is an error.
 docs: $(DOCS)
 	@$(BIN)/codespell --skip '*.svg,*.json,*.ipynb' *.md docs tfmw recipes
-	@$(BIN)/python docs/prose.py
 	@$(QUIET) $(BIN)/python -m sphinx -c docs -E -W --keep-going --quiet . build/docs $(WITHOUT_NOTICES)
 	@echo "build/docs/index.html"
 

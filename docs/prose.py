@@ -2,7 +2,7 @@
 
     tfmw/data/seek.py:12: 31 words in a sentence, at most 25: "..."
 
-`make docs` runs it. It keeps the rules that a program can: sentences of at most 25 words, no noun
+`make lint` runs it. It keeps the rules that a program can: sentences of at most 25 words, no noun
 clause as a subject or a title, and the field's words in place of the house's. The first line of a
 docstring is a noun phrase, or a verb with its object. Pages and notebooks have no limit, so that a
 sentence can carry its reason; spelling and links are checked there.

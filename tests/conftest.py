@@ -39,23 +39,28 @@ def pytest_collection() -> Generator[None, object, object]:
     return result
 
 
-# Files that take a minute or more, the longest first: with several files at a time, none of them is
-# left for the end, when the other cores have nothing to do.
+# Files that take more than half a minute, the longest first: with several files at a time, none of
+# them is left for the end, when the other cores have nothing to do.
 LONG = (
-    "matrix/test_matrix.py",
-    "training/test_as_keras.py",
-    "checkpoint/test_resume.py",
-    "recipes/test_recipes.py",
-    "mirrored/test_differences.py",
-    "mirrored/test_ring.py",
-    "hosts/test_hosts.py",
-    "parameter_server/test_training.py",
+    "training/test_lost_workers.py",
+    "training/test_workers.py",
+    "training/test_plain_calls.py",
     "launcher/test_restart.py",
+    "mirrored/test_ring.py",
+    "checkpoint/test_resume.py",
+    "engines/test_local.py",
+    "matrix/test_matrix.py",
+    "parameter_server/test_hash_tables.py",
     "checkpoint/test_restart_fit.py",
     "local_sgd/test_training.py",
-    "parameter_server/test_hash_tables.py",
-    "engines/test_kernel.py",
+    "mirrored/test_differences.py",
+    "recipes/test_recipes.py",
+    "hosts/test_hosts.py",
+    "training/test_epoch_iterator.py",
+    "mirrored/test_prediction_parts.py",
+    "engines/test_kubernetes.py",
     "checkpoint/test_store.py",
+    "training/test_as_keras.py",
 )
 
 

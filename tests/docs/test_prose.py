@@ -91,6 +91,6 @@ def test_plain_docstrings_and_comments():
 
 
 def test_all_docstrings_comments_and_messages_are_read():
-    """`make docs` reads them."""
+    """`make lint` reads them."""
     assert len(list(PROSE["messages"]())) > 300
     assert len(PROSE["source_files"]()) > 500

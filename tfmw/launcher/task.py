@@ -130,8 +130,9 @@ def main(argv: list[str]) -> int:
             print(f"tfmw: {error}", file=sys.stderr)
         return error.status
     except BaseException as error:
-        lost = is_secondary(error)  # by another task, and the libraries' lines are no help
-        error = error.with_traceback(_from_the_users_code(error.__traceback__, lost))
+        # If another task has caused the error, lines of libraries are no help.
+        shown = _from_the_users_code(error.__traceback__, users_only=is_secondary(error))
+        error = error.with_traceback(shown)
         record_error(error, fatal=True)
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1

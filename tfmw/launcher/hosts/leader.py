@@ -339,8 +339,11 @@ class Leader:
         # The leader before released the lock after its tasks ended; other hosts may not know yet.
         if self._inherited and cut_off - {self._former}:
             drain_s += SILENCE_S + HEARTBEAT_S
-        reaches = self._has_led or missing <= {self._former}  # all that others can
-        default_s = GATHER_S if not self.record.hosts else 0.0 if reaches else REJOIN_S
+        default_s = 0.0
+        if not self.record.hosts:
+            default_s = GATHER_S
+        elif not self._has_led and missing - {self._former}:  # they may still reach this leader
+            default_s = REJOIN_S
         return max(self.settings.patience_s(default_s), drain_s)
 
     def _lack(self, now: float) -> None:
