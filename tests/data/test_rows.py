@@ -23,6 +23,7 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers.cases import every
+from tests.helpers.open_files import opened_below
 from tfmw import data
 from tfmw.cluster.group import Group
 from tfmw.data import record_files, record_index
@@ -513,7 +514,6 @@ def test_few_of_many_files_are_open_at_a_time(
     for number in range(40):
         paths.append(tmp_path / f"{number:02}.txt")
         paths[-1].write_text(f"{number}\n{number + 40}")
-    before = len(os.listdir("/proc/self/fd"))
     index_dir = tmp_path / "index" if kept else None
     records = record_files.Records([str(path) for path in paths], "text", index_dir)
     numbers = np.random.default_rng(1).integers(80, size=300)
@@ -521,7 +521,7 @@ def test_few_of_many_files_are_open_at_a_time(
         found = list(pool.map(records.read, np.split(numbers, 30)))
     expected = [[b"%d" % (n // 2 + 40 * (n % 2)) for n in part] for part in np.split(numbers, 30)]
     assert [part.tolist() for part in found] == expected
-    assert len(os.listdir("/proc/self/fd")) <= before + 2 * 4 + 1
+    assert 4 <= len(opened_below(tmp_path)) <= 2 * 4 + 1
 
 
 def test_a_file_without_records_has_an_index_too(tmp_path: Path) -> None:
@@ -535,11 +535,10 @@ def test_parquet_files_are_open_while_they_are_decoded(tmp_path: Path) -> None:
     for number in range(40):
         table = pyarrow.table({"x": [number, number + 40]})
         pyarrow.parquet.write_table(table, tmp_path / f"{number:02}.parquet")
-    before = len(os.listdir("/proc/self/fd"))
     rows = data.from_parquet(tmp_path / "*.parquet").map(lambda row: row["x"])
     found = [int(x) for x in rows]
     assert sorted(found) == list(range(80))
-    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    assert len(opened_below(tmp_path)) <= 2
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from tests.helpers.backup_points import lacking
+from tests.helpers.open_files import opened_below
 from tfmw.errors import UsageError
 from tfmw.launcher.hosts.lease import lease_of
 from tfmw.storage import disk
@@ -85,14 +86,13 @@ def test_a_link_in_its_place_is_not_followed(tmp_path):
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 def test_a_file_system_without_flock_is_refused(tmp_path, monkeypatch, number):
     monkeypatch.setattr(fcntl, "flock", lacking(number))
-    opened = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="has no flock: mount it"), file_lock(str(tmp_path / "LOCK")):
         raise AssertionError("it is not locked")
     with pytest.raises(UsageError, match=r"cannot be locked .* has no flock"):
         BackupStore(tmp_path).locked().__enter__()
     with pytest.raises(UsageError, match=r"cannot agree on a leader .* has no flock"):
         lease_of(f"dir:{tmp_path}", 0)
-    assert len(os.listdir("/proc/self/fd")) == opened
+    assert opened_below(tmp_path) == []
 
 
 def test_another_error_of_flock_is_raised(tmp_path, monkeypatch):
@@ -107,10 +107,9 @@ def test_another_error_of_flock_is_raised(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
 def test_only_an_error_of_the_disk_is_raised_by_flush(tmp_path, monkeypatch, number):
     """CIFS and FUSE do not flush directories."""
-    opened = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fsync", lacking(number))
     with contextlib.ExitStack() as stack:
         if number == errno.EIO:
             stack.enter_context(pytest.raises(OSError, match="Input/output"))
         disk.flush(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == opened
+    assert opened_below(tmp_path) == []
