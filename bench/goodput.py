@@ -1,12 +1,11 @@
-"""Goodput when a worker is killed every 20 s: elastic rounds, and restarts of all workers.
+"""Goodput when a worker is killed every 20 s and replaced: synchronous training, and local SGD.
 
     python -m bench.goodput [--workers 4] [--steps 1200] [--every 20]
 
 Every worker makes the same steps. A step sleeps 50 ms, as if an accelerator computed, so that
 workers do not wait for the two cores of this machine. Goodput is the time of a run without faults
 divided by the time of one with faults. Both are from the first step to the end of the last worker.
-Synchronous training resumes from its newest backup (`backup_every="continuous"`); elastic workers
-have no backups.
+There are no backups: all continue from copies in memory.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from pathlib import Path
 from typing import Any
 
 STEP_S = 0.05
-WAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "synchronous": ([], {"backup_every": "continuous"}),
-    "elastic, every=25": (["--elastic"], {"sync": {"every": 25}}),
-}
+WAYS: dict[str, int | None] = {"synchronous": None, "every=25": 25}
 
 
 def train(way: str, steps: int, folder: Path) -> None:
@@ -55,12 +51,9 @@ def train(way: str, steps: int, folder: Path) -> None:
     model.compile("adam", "mse")
     x = np.random.default_rng(0).normal(size=[100 * 64, 64]).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(64)
-    options = dict(WAYS[way][1])
-    if "sync" in options:
-        options["sync"] = tfmw.LocalSGD(**options["sync"])
-    if "backup_every" in options:
-        options["backup_dir"] = folder / "backups"
-    tfmw.fit(model, data, epochs=steps // 100, verbose=0, callbacks=[Step()], **options)
+    every = WAYS[way]
+    sync = None if every is None else tfmw.LocalSGD(every)
+    tfmw.fit(model, data, epochs=steps // 100, verbose=0, callbacks=[Step()], sync=sync)
 
 
 def seconds(way: str, workers: int, steps: int, every_s: float | None) -> tuple[float, int]:
@@ -75,7 +68,7 @@ def seconds(way: str, workers: int, steps: int, every_s: float | None) -> tuple[
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [sys.executable, "-m", "tfmw", "run", "--workers", str(workers)]
-        command += ["--max-restarts", "99", *WAYS[way][0], "-m", "bench.goodput"]
+        command += ["--max-restarts", "99", "-m", "bench.goodput"]
         command += ["--child", way, "--steps", str(steps), "--folder", name]
         with open(folder / "output", "wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output)

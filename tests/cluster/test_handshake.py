@@ -83,10 +83,13 @@ def test_a_task_that_knows_the_token_is_greeted(token):
 
 def test_a_forged_hello_is_not(token):
     with served() as task:
+        before = set(threading.enumerate())
         with socket.create_connection(addresses.split(task.address), timeout=30) as forged:
             Channel(forged).send(hello().message())
             received = until_closed(forged)
         assert b"problem" not in received  # a nonce and a proof
+        for serving in set(threading.enumerate()) - before:
+            serving.join(30)  # it counts after it has closed the connection
         assert is_greeted(task.address, hello(task="worker 2"))
         assert task.greeted.get(timeout=30) == "worker 2"
         assert task.server.refused == 1

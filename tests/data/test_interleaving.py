@@ -74,7 +74,7 @@ PIPELINES: dict[str, Callable[[Path], tf.data.Dataset]] = {
 class _Machine(Group):
     """A group whose chief has another number of cores."""
 
-    def agreed_value(self, name: str, decide: Any) -> int:
+    def from_chief(self, decide: Any) -> int:
         return 3
 
 

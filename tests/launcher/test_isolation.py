@@ -15,7 +15,6 @@ import pytest
 
 from tests.helpers.cases import each
 from tests.helpers.cluster import PROGRAMS, ROOT, ClusterRun, run_command, tfmw_command
-from tfmw.cluster.cluster import ROUNDS
 from tfmw.errors import UsageError
 from tfmw.launcher import isolation
 from tfmw.launcher.network import starts_grpc
@@ -104,7 +103,6 @@ class TestAuto:
             ([("worker", 0), ("worker", 1)], NO_INIT, True),
             ([("worker", 0), ("evaluator", 0)], NO_INIT, False),
             ([("chief", 0), ("worker", 0), ("ps", 0)], {}, True),
-            ([("worker", 0), ("worker", 1)], {**NO_INIT, ROUNDS: "127.0.0.1:7"}, False),
         ],
     )
     def test_tasks_that_start_grpc_are_isolated(self, tasks, environ, expected):

@@ -102,7 +102,6 @@ def run(tmp_path: Path) -> Any:
             farewell_s=0.2,
             grace_s=grace_s,
             options=RunOptions(**options),
-            rounds="tfmw.train.local_sgd.round_server",
         )
         seconds = time.monotonic() - begin
         assert marked(tmp_path.name) == {}
@@ -724,23 +723,16 @@ def test_row_31_an_evaluator_restarts_alone(run):
     assert (done.result.status, done.attempts, done.result.restarts) == (0, [0], 1)
 
 
-@pytest.mark.parametrize(
-    ("task", "options"),
-    [
-        ("evaluator", {"workers": 1, "evaluator": True}),
-        ("worker 0", {"workers": 1, "elastic": True}),
-        ("worker 1", {"elastic": True}),
-    ],
-)
-def test_a_run_waits_for_a_delayed_restart_of_its_last_task(run, monkeypatch, task, options):
+def test_a_run_waits_for_a_delayed_restart_of_its_last_task(run, monkeypatch):
     """Every other task has ended by then, with status 0."""
     monkeypatch.setattr(attempt_module, "backoff_s", lambda nth: 0.2 * nth)
-    done = run(f"{task}@0=fail", f"{task}@again=fail", max_restarts=2, **options)
+    ends = "evaluator@0=fail", "evaluator@again=fail"
+    done = run(*ends, max_restarts=2, workers=1, evaluator=True)
     assert (done.result.status, done.result.restarts) == (1, 2)
     assert [line.partition(", of")[0] for line in done.lines[:2]] == [
         "tfmw: restart 1 of 2 at once", "tfmw: restart 2 of 2 in 0.2 s",
     ]  # fmt: skip
-    assert f"{task} failed" in done.summary
+    assert "evaluator failed" in done.summary
 
 
 @pytest.mark.parametrize("dead", ["ps 0", "chief"])
@@ -793,23 +785,6 @@ def test_row_14_a_preempted_launcher_lets_the_tasks_save(serving, number, option
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == PREEMPTED
     assert "same command resumes the run" in output.splitlines()[-1]
-    assert wait_gone(pids, 0) == []
-
-
-@pytest.mark.parametrize("who", ["the launcher", "a task"])
-def test_all_elastic_workers_are_told_to_save(serving, tmp_path, who):
-    """The workers do not agree on a step."""
-    options = ("--elastic", "--max-restarts=1", "--preempt-grace=600")
-    launcher, pids = serving("*@0=serve_alone", options=options)
-    os.kill(launcher.pid if who == "the launcher" else pids[1], signal.SIGTERM)
-    output, _ = launcher.communicate(timeout=60)
-    if who == "the launcher":
-        assert launcher.returncode == PREEMPTED
-        assert "same command resumes the run" in output.splitlines()[-1]
-    else:
-        assert launcher.returncode == 0
-        assert "attempt 1 starts in 1 s: the tasks of attempt 0 saved their state" in output
-        assert (tmp_path / "worker 0@1.json").exists()
     assert wait_gone(pids, 0) == []
 
 

@@ -42,7 +42,7 @@ def test_a_copy_is_read_as_it_was_written(tmp_path: Path) -> None:
     CopyFiles(str(tmp_path), 1).write(copy_of(7, layout=layout, shards=shards, attempt=3))
     (found,) = CopyFiles(str(tmp_path), 0).found()
     assert found.record == {"step": 7, "logs": {"loss": 0.1}}
-    assert found.held == (7, 3, 2, [1, 0])
+    assert found.held == (7, 3, 2, [1, 0], False)
     assert list(found.tensors) == list(TENSORS)
     for name, tensor in TENSORS.items():
         expected = np.asarray(tensor)

@@ -12,9 +12,11 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import ml_dtypes
+import numpy as np
 import pytest
 
-from tfmw.train.mirrored.state_copies import Held, continued
+from tfmw.train.mirrored.state_copies import Held, Layout, continued
 
 SIZE = 3
 
@@ -332,6 +334,10 @@ def shards(*ranks: int, step: int = 7, workers: int = 3, attempt: int = 0) -> li
     return [Held(step, attempt, workers, ranks)]
 
 
+def rows(*ranks: int, step: int = 7) -> list[Held]:
+    return [Held(step, 0, 3, ranks, has_rows=True)]
+
+
 def test_the_state_of_the_latest_step_that_is_complete_is_taken() -> None:
     assert continued([whole(41), whole(42, 41), [], whole(42)]) == (42, 0, 1, {})
     assert continued([whole(0), whole(0)]) == (0, 0, 0, {})
@@ -358,3 +364,35 @@ def test_copies_of_an_attempt_before_are_taken_whole_and_by_any_number_of_worker
     assert continued([shards(0, 2), shards(1, workers=3, attempt=1)]) is None
     assert continued([whole(7), whole(7, attempt=1)]) == (7, 1, 1, {})
     assert continued([whole(8), whole(7, attempt=1)]) == (8, 0, 0, {})
+
+
+def test_rows_of_a_lost_worker_are_missing_only_if_no_copy_has_them() -> None:
+    known = [[*rows(0, step=7), *rows(0, step=8)], [*rows(1, step=7), *rows(1, step=8)], []]
+    assert continued(known) == (8, 0, 0, {0: 0, 1: 1})
+    known[2] = rows(2, step=7)  # its file is a copy behind
+    assert continued(known) == (7, 0, 0, {0: 0, 1: 1, 2: 2})
+    known[2] += rows(2, step=8)
+    assert continued(known) == (8, 0, 0, {0: 0, 1: 1, 2: 2})
+
+
+@pytest.mark.parametrize(
+    ("present", "expected"),
+    [
+        ({0, 2}, [[1, 2], [3, 4], [5, 6], [5, 6], [9, 10], [7, 8]]),
+        ({1}, [[6, 5], [6, 5], [5, 4], [7, 6], [6, 5], [6, 5]]),
+        ({0, 1, 2}, [[1, 2], [3, 4], [5, 4], [7, 6], [9, 10], [7, 8]]),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bfloat16"])
+def test_lost_rows_get_the_mean_of_all_others(
+    present: set[int], expected: list[list[int]], dtype: str
+) -> None:
+    """Three workers have two replicas each."""
+    type_ = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    values = np.array([[1, 2], [3, 4], [5, 4], [7, 6], [9, 10], [7, 8]], type_)
+    slots = {"m": values, "empty": np.zeros([6, 0], "float32"), "step": np.full([6, 1], 7, "int64")}
+    of_one = [[("m", 4 * i, 4), ("empty", 0, 0), ("step", 2 * i, 2)] for i in range(3)]
+    described = {name: (str(a.dtype), a.shape) for name, a in slots.items()}
+    Layout.of(of_one, described, True).replace_lost(slots, present)
+    np.testing.assert_array_equal(values.astype("float64"), expected)
+    np.testing.assert_array_equal(slots["step"], np.full([6, 1], 7))

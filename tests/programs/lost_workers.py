@@ -1,9 +1,10 @@
-"""Trains by model.fit: lost_workers.py arrays|dataset|plain [held] [kill|stop:WORKER:EPOCH:STEP..].
+"""Trains by model.fit: lost_workers.py KIND [held] [kill|stop|machine:WORKER:EPOCH:STEP..].
 
-The model of `plain` has the same numbers on any number of workers. Workers end as told. Each of
-these happens once: a file says that it has. With `held` the chief's backups are on disk only after
-a new worker has made a step. With `early:WORKER` this worker dies at its start in the second and
-the third attempt.
+KIND is arrays, dataset, plain, whose model has the same numbers on any number of workers, or local:
+by DiLoCo. Workers end as told; with `machine` the files with copies of their state end, too. Each
+of these happens once: a file says that it has. With `held` the chief's backups are on disk only
+after a new worker has made a step. With `early:WORKER` this worker dies at its start in the second
+and the third attempt.
 """
 
 import functools
@@ -28,7 +29,7 @@ from tfmw.train.checkpoint.store import BackupStore
 folder, index = Path(os.environ["TFMW_RESULT"]), int(os.environ["TFMW_TASK"].split()[1])
 ends_of_workers = [what for what in sys.argv[2:] if ":" in what]
 is_new = any(folder.glob(f"*_{index}_*"))
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "machine": signal.SIGKILL}
 
 
 if f"early:{index}" in sys.argv and os.environ["TFMW_ATTEMPT"] in ("1", "2"):
@@ -60,6 +61,9 @@ class Ends(keras.callbacks.Callback):
             done = folder / what.replace(":", "_")
             if when == [str(index), str(self.epoch), str(batch)] and not done.exists():
                 done.touch()
+                if how == "machine":
+                    for copy in Path(os.environ["TFMW_STATE_FOLDER"]).glob(f"*-{index}-*"):
+                        copy.unlink()
                 os.kill(os.getpid(), SIGNALS[how])
 
 
@@ -107,6 +111,8 @@ if sys.argv[1] == "dataset":
 # In a process without others, or restarts, model.fit is Keras's own.
 is_keras = os.environ["TFMW_LOCAL_TASKS"] == "1" and "TFMW_STATE_FOLDER" not in os.environ
 fit = functools.partial(tfmw.fit, model) if is_keras else model.fit
+if sys.argv[1] == "local":
+    fit = functools.partial(tfmw.fit, model, sync=tfmw.DiLoCo(every=3, compression="int8"))
 validation = x[:20], y[:20]
 history = fit(**data, epochs=4, verbose=0, callbacks=[ends], validation_data=validation)
 score = tfmw.evaluate(model, x, y, verbose=0)

@@ -169,7 +169,7 @@ def main() -> None:
     one_hot: np.ndarray[Any, Any] = np.eye(EXAMPLES, dtype="float32")
     inputs = keras.Input((4 + EXAMPLES,))
     hidden = keras.layers.Dense(8, activation="tanh")(Count()(inputs))
-    if not options.sync:  # elastic workers have ids of their own
+    if not options.sync:  # with sync= a table is refused
         table = tfmw.layers.HashTableEmbedding(
             8, capacity=32, min_count=2, max_age=20, name="table"
         )

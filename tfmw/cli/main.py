@@ -100,8 +100,6 @@ _RUN_OPTIONS = {
         "default: 0",
         "--min-workers M": "if a worker dies twice before its first step, continue without it, "
         "with at least M",
-        "--elastic": "workers train apart and exchange weights in rounds (fit with sync=): "
-        "one that dies restarts alone, and the others continue without it (experimental)",
         "--monitor-interval S": "seconds between two checks of the tasks; default: 0.05",
         "--hang-timeout S": "a task without progress for S seconds after its first step hangs: "
         "the stacks of all tasks go to their logs, and all tasks restart; default: 0, never",
@@ -396,11 +394,6 @@ def _run(options: argparse.Namespace) -> int:
     from tfmw.observe import metrics_server, tracing
 
     run_options = RunOptions(**{f: getattr(options, flag) for f, flag in _RUN_FIELDS.items()})
-    if options.elastic and (options.ps or options.evaluator or options.hosts):
-        raise UsageError(
-            "--elastic takes --workers only: its workers train apart. Leave --ps, --evaluator and "
-            "--hosts out."
-        )
     if options.trace_steps is not None and options.trace is None:
         raise UsageError("--trace-steps needs --trace, the directory for the trace.")
     if options.trace is not None:
@@ -447,7 +440,6 @@ def _run(options: argparse.Namespace) -> int:
         evaluator=options.evaluator,
         log_dir=options.log_dir,
         options=run_options,
-        rounds="tfmw.train.local_sgd.round_server",
     )
     if options.trace is not None and (trace := tracing.join(options.trace)) is not None:
         say(f"tfmw: trace of all workers: {trace}; open it with https://ui.perfetto.dev")

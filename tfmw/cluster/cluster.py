@@ -36,9 +36,6 @@ from tfmw.observe import task_process
 TOKEN = "TFMW_TOKEN"
 """Variable with a secret of the training, the same for all tasks."""
 
-ROUNDS, MEMBER, MEMBERS = "TFMW_ROUNDS", "TFMW_MEMBER", "TFMW_MEMBERS"
-"""Variables of a member of elastic rounds: HOST:PORT of the server, rank, number of members."""
-
 MAX_RESTARTS = "TFMW_MAX_RESTARTS"
 """Variable with the number of restarts that the launcher allows."""
 
@@ -125,8 +122,6 @@ class Cluster:
             return cluster
         if cluster is not None:
             return cls(**tf_config.from_config(cluster, "explicit"))
-        if environ.get(ROUNDS):  # members of elastic rounds train as single processes
-            return cls(source="none")
         for read in schedulers.READERS:
             fields = read(environ)
             if fields is not None:

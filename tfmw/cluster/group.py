@@ -65,10 +65,9 @@ def calls_made() -> list[Made]:
 class Group:
     """The `size` processes that train together; this one is `rank`, and rank 0 is the chief."""
 
-    def __init__(self, rank: int, size: int, agree: Callable[[str, Any], Any] | None = None):
+    def __init__(self, rank: int, size: int):
         self.rank = rank
         self.size = size
-        self._agree = agree  # see `agreed_value`
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> Group:
@@ -170,16 +169,6 @@ class Group:
             return call()
         except tf.errors.OpError as e:
             raise self.root_cause(e) from None
-
-    def agreed_value(self, name: str, decide: Callable[[], Any]) -> Any:
-        """The chief's `decide()`, for all tasks that read the same data.
-
-        Args:
-            name: unique name of the value in this training.
-        """
-        if self._agree is not None:
-            return self._agree(name, decide())
-        return self.from_chief(decide)
 
     def from_all(self, value: Any) -> list[Any]:
         """All-gathers a value: every task's value, in order of rank."""

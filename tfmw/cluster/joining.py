@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tfmw.cluster import addresses, membership, rendezvous
-from tfmw.cluster.cluster import BACKUP_DIR, ISOLATED, KERAS, ROUNDS, STATE_FOLDER, Cluster
+from tfmw.cluster.cluster import BACKUP_DIR, ISOLATED, KERAS, STATE_FOLDER, Cluster
 from tfmw.cluster.imports import without_collection
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.cluster.memory import usable_bytes
@@ -125,7 +125,7 @@ def join_for_script() -> None:
     """
     cluster = init()
     alone = cluster.is_single and not membership.is_evaluator()
-    needed = os.environ.keys() & {ROUNDS, BACKUP_DIR, STATE_FOLDER}
+    needed = os.environ.keys() & {BACKUP_DIR, STATE_FOLDER}
     if KERAS not in os.environ and (needed or not alone):
         _keras.by_default = True
         _replace_methods(True)
@@ -198,7 +198,7 @@ def _join_once(
         return joined.cluster
     if task_process.is_child() and resolved.is_single:
         return resolved
-    if not resolved.is_single or os.environ.keys() & {ROUNDS, PROGRESS_FILE}:
+    if not resolved.is_single or PROGRESS_FILE in os.environ:
         task_process.mark(resolved.as_tf_config())
     trackers.join(resolved.is_chief)
     if resolved.task == "evaluator":

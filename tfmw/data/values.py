@@ -90,7 +90,7 @@ class SharedOrder:
     def cycle_length_of(self, name: str, own: Callable[[], int]) -> int:
         """The chief's cycle length of the transformation with this name; `own` is this worker's."""
         if name not in self.cycle_lengths:
-            self.cycle_lengths[name] = self.group.agreed_value(f"cycle length {name}", own)
+            self.cycle_lengths[name] = self.group.from_chief(own)
         return self.cycle_lengths[name]
 
 

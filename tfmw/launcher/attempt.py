@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tfmw.cluster.cluster import MAX_RESTARTS, MEMBER, REPLACES, STATE_FOLDER
+from tfmw.cluster.cluster import MAX_RESTARTS, REPLACES, STATE_FOLDER
 from tfmw.cluster.signals import Signals
 from tfmw.cluster.sockets import reserved_ports
 from tfmw.errors import PREEMPTED, UsageError
@@ -113,7 +113,7 @@ class Attempt:
         workers = here if self.cluster is None else len(self.cluster.get("worker", ()))
         self._has_ps = "ps" in (kinds if self.cluster is None else self.cluster)
         # Whether a lost worker is replaced while the others wait for it.
-        together = not (self._has_ps or self._options.elastic)
+        together = not self._has_ps
         self._elsewhere = workers > here  # whether other machines have workers
         self._replaces = together and workers > 1 and self._options.max_restarts > 0
         # A worker alone has copies of its state in memory on processors only.
@@ -181,9 +181,6 @@ class Attempt:
             own = {"type": task.kind, "index": task.index}
             training = workers.index(task.name) if task.kind == "worker" else None
             place = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": own})}
-            if self._options.elastic:
-                first = int(self._env.get(MEMBER) or 0)
-                place = {MEMBER: str(first + task.index)}
             task.env |= {
                 **place,
                 "TFMW_LOCAL_TASKS": str(len(self.tasks)),
@@ -226,8 +223,6 @@ class Attempt:
         if not self._due and ended.issuperset(self.tasks):
             return True
         if self.preempted():
-            if self._options.elastic:
-                self.ask_to_leave(at_once=True)
             self._begin_to_leave()
         if time.monotonic() >= self._leave_by or self._served_out():
             return True
@@ -241,7 +236,7 @@ class Attempt:
         """Kills a task that hangs, if the others wait for it, or for a new one in its place."""
         task = next(task for task in self.tasks if task.name == hung.task)
         stopped = self._replaces and hung.external and task.progress().replaceable
-        if not (self._options.elastic or stopped):
+        if not stopped:
             return False
         self.context.display.line(f"tfmw: {hung.task} is killed: {hung.reason}")
         task.signal(signal.SIGKILL)
@@ -257,17 +252,15 @@ class Attempt:
     def ask_to_leave(self, at_once: bool = False) -> bool:
         """Asks the tasks to save their state and leave; returns whether they have been.
 
-        One task is told, as soon as one has a handler of SIGUSR1, or at once; members of elastic
-        rounds do not agree, so all are. TensorFlow installs a handler of SIGTERM, which saves
-        nothing, in every task.
+        One task is told, as soon as one has a handler of SIGUSR1, or at once. TensorFlow installs a
+        handler of SIGTERM, which saves nothing, in every task.
         """
         if self._leave_by == _NEVER:
             running = [task for task in self.tasks if not task.has_ended()]
             saving = (task for task in running if at_once or task.catches(signal.SIGUSR1))
             if (told := next(saving, None)) is not None:
                 self._begin_to_leave()
-                for task in running if self._options.elastic else [told]:
-                    task.signal_alone(signal.SIGTERM)
+                told.signal_alone(signal.SIGTERM)
         return self._leave_by < _NEVER
 
     def _begin_to_leave(self) -> None:
@@ -330,7 +323,7 @@ class Attempt:
                 task.name,
                 *task.progress()[:3],
                 stopped=self._options.max_restarts > 0 and task.stopped(),
-                must_join=not self._has_ps and not self._options.elastic,
+                must_join=not self._has_ps,
             )
             for task in self.tasks
             if not task.has_ended() and task.progress().blocked_in != AT_THE_END
@@ -366,8 +359,7 @@ class Attempt:
         failed = self._failed()
         if self._stop.received or self._leave_by < _NEVER:
             return False
-        elastic = self._options.elastic
-        if not all(restarts_alone(task.kind, self._has_ps, elastic) for task in failed):
+        if not all(restarts_alone(task.kind, self._has_ps) for task in failed):
             killed = all(not task.error() and is_external(task.status, None) for task in failed)
             if not (self._replaces and killed):
                 return False
@@ -395,8 +387,7 @@ class Attempt:
                     continue
                 if not allowed:
                     return False
-                trained = elastic and failure.external and failure.step >= 0
-                delay_s = 0.0 if trained else backoff_s(task.restart)
+                delay_s = backoff_s(task.restart)
                 how = (
                     f"restart {self.policy.restarts} of {self._options.max_restarts} "
                     f"{when(delay_s)}, of {task.name} alone"

@@ -13,12 +13,10 @@ import dataclasses
 import os
 import secrets
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from tfmw.cluster.cluster import BACKUP_DIR, ISOLATED, MEMBERS, ROUNDS, TOKEN
+from tfmw.cluster.cluster import BACKUP_DIR, ISOLATED
 from tfmw.cluster.signals import Signals
 from tfmw.errors import UsageError
 from tfmw.launcher import call
@@ -40,8 +38,6 @@ from tfmw.observe import goodput
 from tfmw.observe.goodput import Division
 from tfmw.observe.trackers import RUN_ID
 
-_END_S = 5.0  # time for the server of elastic rounds to end
-
 _printed_notes: set[str] = set()
 """Notes that runs of this process have already printed."""
 
@@ -57,8 +53,6 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
     """
     environ = environment_of(job)
     with contextlib.ExitStack() as stack:
-        if job.options.elastic:
-            environ |= stack.enter_context(_served_rounds(job, environ))
         context = make_context(job, environ, stop, stack)
         backend = _LocalAttempts(context, RestartPolicy(job.options, job.workers))
         orchestrator = Orchestrator(backend.policy, backend)
@@ -126,43 +120,6 @@ def _hint(context: AttemptContext, failures: Sequence[Failure]) -> str:
     if job.payload is not None or job.options.max_restarts > 0:
         return ""
     return restart_hint(failures, has_backups=BACKUP_DIR in context.env)
-
-
-@contextlib.contextmanager
-def _served_rounds(job: LocalRun, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Runs a server of elastic rounds, unless the environment names one, as on several machines.
-
-    Yields:
-        The variables that all tasks get.
-
-    Raises:
-        UsageError: the server does not start.
-    """
-    if environ.get(ROUNDS):
-        yield {}
-        return
-    token = environ.get(TOKEN) or secrets.token_hex(32)
-    command = [sys.executable, "-m", job.rounds]
-    with subprocess.Popen(
-        [*command, "--members", str(job.workers), "--host", "127.0.0.1", "--until-input-ends"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**environ, TOKEN: token},
-        start_new_session=True,  # Ctrl-C ends the tasks first
-    ) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        try:
-            address = server.stdout.readline().strip()
-            if not address:
-                raise UsageError("the server of the elastic rounds did not start; see above.")
-            yield {ROUNDS: address, MEMBERS: str(job.workers), TOKEN: token}
-        finally:
-            server.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(_END_S)
-            server.kill()
 
 
 def make_context(

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tfmw.cluster import wire
-from tfmw.cluster.cluster import ROUNDS
 from tfmw.cluster.sockets import ephemeral_ports
 from tfmw.errors import UsageError
 from tfmw.launcher import isolation
@@ -51,7 +50,7 @@ def starts_grpc(tasks: Sequence[tuple[str, int]], environ: Mapping[str, str]) ->
     collectives="grpc", or TF_CONFIG is read without tfmw.
     """
     training = [kind for kind, _ in tasks if kind != "evaluator"]
-    several = len(training) > 1 and not environ.get(ROUNDS)
+    several = len(training) > 1
     apart = environ.get("TFMW_NO_INIT") == "1"
     return several and ("ps" in training or apart or bool(visible_gpus(environ)))
 

@@ -58,7 +58,6 @@ class RunOptions:
     preempt_grace_s: float | None = None  # None: 30, if tasks are known to save their state
     standby: AutoOnOff = "auto"  # see `attempts`
     isolate: AutoOnOff = "auto"  # see `network`
-    elastic: bool = False
 
     @property
     def leave_s(self) -> float:
@@ -80,11 +79,6 @@ class RunOptions:
         )
         if self.min_workers is None:
             return
-        if self.elastic:
-            raise UsageError(
-                "--min-workers and --elastic: elastic workers continue without one that is lost, "
-                "in any case. Leave --min-workers out."
-            )
         few = 1 <= self.min_workers <= workers
         require(self, ("min_workers", few, f"1 to {workers}, the number of workers"))
         if not self.max_restarts:
@@ -113,7 +107,6 @@ class LocalRun:
     # Standard input of each task: the function to call. Each task then has a file for its result.
     payload: call.Payload | None = None
     stays: bool = False  # whether the tasks run calls that follow, until they are closed
-    rounds: str = ""  # the module that serves elastic rounds, if the workers need a server
     # A folder that the caller removes at the end; the reaper removes it if the caller is killed.
     scratch: str = ""
 

@@ -82,12 +82,12 @@ class Decision:
     workers: int = 0
 
 
-def restarts_alone(kind: str, has_ps: bool, elastic: bool = False) -> bool:
+def restarts_alone(kind: str, has_ps: bool) -> bool:
     """Whether a dead task restarts alone, because the others can continue without it.
 
     All tasks restart if collectives cannot be rebuilt, or variables or their names are lost.
     """
-    return kind == "evaluator" or (kind == "worker" and (has_ps or elastic))
+    return kind == "evaluator" or (kind == "worker" and has_ps)
 
 
 def backoff_s(nth: int) -> float:

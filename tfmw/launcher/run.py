@@ -108,14 +108,12 @@ def launch(
     *,
     max_restarts: int = 0,
     isolate: AutoOnOff = "auto",
-    rounds: str = "",
     **of_run: Any,
 ) -> list[Any]:
     """Runs `fn(*args)` in each worker of a fresh local cluster.
 
     Args:
         fn, args, workers, max_restarts, isolate: see `tfmw.launch`.
-        rounds: module of the server in whose rounds elastic workers meet; "": they train together.
         of_run: other fields of `LocalRun`.
 
     Returns:
@@ -128,9 +126,8 @@ def launch(
     job = LocalRun(
         command=["call"],
         tasks=task_layout(workers, 0, False),
-        options=RunOptions(max_restarts=max_restarts, isolate=isolate, elastic=bool(rounds)),
+        options=RunOptions(max_restarts=max_restarts, isolate=isolate),
         payload=call.pack(fn, args),
-        rounds=rounds,
         **of_run,
     )
     with Signals() as stop:

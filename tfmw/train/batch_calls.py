@@ -10,19 +10,16 @@ equal on all tasks.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import tensorflow as tf
 
 from tfmw import data
-from tfmw.cluster.cluster import ROUNDS
 from tfmw.compat import datasets, models
 from tfmw.compat.kept import kept_with
 from tfmw.compat.metric_variables import flatten_metrics, python_logs
 from tfmw.compat.model_methods import given, given_arguments
 from tfmw.errors import UsageError
-from tfmw.observe import task_process
 from tfmw.train import strategies
 from tfmw.train.fit_context import FitContext, errors_reported
 from tfmw.train.mirrored.batch_driver import BatchDriver
@@ -138,11 +135,6 @@ def _logs(model: Any, kind: str, arguments: dict[str, Any], given: frozenset[str
 
 def _driver_of(model: Any, kind: str, batch: Any, strategy: Any) -> BatchDriver:
     method = f"{kind}_on_batch"
-    if kind == "train" and os.environ.get(ROUNDS) and not task_process.is_child():
-        raise UsageError(
-            "this process trains in elastic rounds (tfmw run --elastic), and train_on_batch would "
-            "train it alone: call tfmw.fit with sync=, or start it without --elastic."
-        )
     if is_driven(model):
         raise UsageError(
             f"tfmw.{method} was called from within tfmw.fit or tfmw.evaluate of the same model: "

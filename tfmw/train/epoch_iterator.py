@@ -71,7 +71,7 @@ class EpochIterator:
         self._sharding = sharding
         self._requested_steps = steps
         was = self._restored = None if position is None else data.Cursor(**position)
-        seed = group.agreed_value(f"seed, {argument}", _draw_seed) if was is None else was.seed
+        seed = group.from_chief(_draw_seed) if was is None else was.seed
         # Those of the chief's machine: a resumed run has the order of the first one.
         cycle_lengths = {} if was is None else was.source["cycle_lengths"]
         self._order = data.SharedOrder(seed, group, index_dir, cycle_lengths)

@@ -147,14 +147,14 @@ class Driver(Protocol):
         """Sends callbacks' changes of the chief's model to all replicas."""
 
     def slot_parts(self) -> SlotParts | None:
-        """This task's shards of the optimizer's slots; None if tasks have them whole."""
+        """This task's part of the state that no task has whole; None if there is none."""
 
     def state(self, in_epoch: bool, slots: bool) -> DriverState:
         """Updates the user's model; returns the state of a backup that is not in it.
 
         Args:
             in_epoch: whether an epoch has started and not ended.
-            slots: whether the chief's model gets the optimizer's slots, too.
+            slots: whether the chief gets what no task has whole, too.
         """
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ The model is sent with the classes and functions that a notebook defines (`pickl
 this process receive them; with `on=` an engine transfers them to the tasks.
 
 On this machine each call is one of `Workers`: those that the caller passes, or some that end after
-it. Elastic workers and those of an engine make one call, too, and restart after a failure.
+it. Workers of an engine make one call, too, and restart after a failure.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from tfmw.train.arguments import FitArguments
 from tfmw.train.callbacks.roles import BackupAndRestore, TemporaryBackup, without_backup
 from tfmw.train.checkpoint import state
 from tfmw.train.checkpoint.store import BackupStore
-from tfmw.train.local_sgd import round_server
 from tfmw.train.sent_data import follow_orders, sent_data
 from tfmw.train.worker_calls import KEPT_BY_JOB, run
 from tfmw.train.workers import (
@@ -168,9 +167,8 @@ def _fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
     model, workers = arguments.model, arguments.workers
     _refuse(workers, arguments.strategy)
     engine = _engine(workers, arguments.on)
-    elastic = arguments.sync is not None and arguments.sync.elastic
     restarts = submit.engine_of(arguments.on).max_restarts
-    if isinstance(workers, Workers) and (elastic or restarts):
+    if isinstance(workers, Workers) and restarts:
         raise UsageError(NO_RESTARTS)
     sent = dataclasses.replace(
         arguments,
@@ -187,8 +185,8 @@ def _fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> Any:
         _build("fit", vars(arguments), arguments.given, source)
     if engine is not None:
         chief = _train_on_engine(fit, sent, workers, engine)
-    elif elastic or restarts:
-        chief = _train_with_restarts(fit, sent, workers, restarts, elastic)
+    elif restarts:
+        chief = _train_with_restarts(fit, sent, workers, restarts)
     else:
         with _local(workers) as local:
             chief = _train_here(fit, sent, local)
@@ -248,13 +246,12 @@ def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Workers) -
 
 
 def _train_with_restarts(
-    fit: Callable[..., Any], sent: FitArguments, workers: Any, restarts: int, elastic: bool
+    fit: Callable[..., Any], sent: FitArguments, workers: Any, restarts: int
 ) -> dict[str, Any]:
-    """Trains on processes of this machine that restart after a failure; elastic ones one by one."""
+    """Trains on processes of this machine that restart after a failure."""
 
     def launched(*request: Any) -> list[Any]:
-        rounds = round_server.__name__ if elastic else ""
-        return launch(run, request, workers, rounds=rounds, max_restarts=restarts, scratch=folder)
+        return launch(run, request, workers, max_restarts=restarts, scratch=folder)
 
     with (
         tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder,

@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfmw.cluster.cluster import MEMBER
 from tfmw.cluster.group import Group
 from tfmw.compat import model_methods
 from tfmw.train import strategies
@@ -72,4 +70,4 @@ def is_chief(strategy: tf.distribute.Strategy) -> bool:
     """Whether this task is the first of those that make the same call."""
     if strategies.servers_of(strategy) is not None:
         return True  # the coordinator
-    return Group.of(strategy).is_chief and os.environ.get(MEMBER, "0") == "0"
+    return Group.of(strategy).is_chief

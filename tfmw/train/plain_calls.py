@@ -31,7 +31,7 @@ import keras
 import tensorflow as tf
 
 from tfmw.cluster import membership
-from tfmw.cluster.cluster import BACKUP_DIR, MEMBER
+from tfmw.cluster.cluster import BACKUP_DIR
 from tfmw.cluster.group import Group
 from tfmw.compat import model_methods
 from tfmw.data import comparison
@@ -124,7 +124,7 @@ def plain_call(
         others = [c for c in tf.nest.flatten(passed.get("callbacks")) if not _is_backup(c)]
         passed["callbacks"] = [*(c for c in others if c is not None), backup]
         result = function(model, **passed, **{**settings, "backup_dir": None})
-        if membership.current_cluster().is_chief and os.environ.get(MEMBER, "0") == "0":
+        if membership.current_cluster().is_chief:
             membership.on_success(functools.partial(_remove_empty, backup.backup_dir))
         return result
 

@@ -31,9 +31,6 @@ from tfmw.train.callbacks.roles import without_backup
 from tfmw.train.checkpoint import evaluator
 from tfmw.train.checkpoint.resume import Backups
 from tfmw.train.fit_context import FitContext
-from tfmw.train.local_sgd import elastic_training
-from tfmw.train.local_sgd.elastic_rounds import ElasticRounds
-from tfmw.train.local_sgd.round_client import RoundClient
 from tfmw.train.local_sgd.rounds import Rounds
 from tfmw.train.local_sgd.sync_settings import settings_of
 from tfmw.train.loop import TrainingLoop
@@ -75,12 +72,6 @@ class Plan:
         if self._may_continue():
             asked = arguments.backup
             self._peers = PeerState(self._context.group, self._context.strategy, asked)
-        self._rounds = RoundClient.of_environment(os.environ)
-        if self._rounds is None and self._sync is not None and self._sync.elastic:
-            raise UsageError(
-                "received elastic=True, and no server of rounds: start the script with tfmw run "
-                "--elastic --workers N, or pass workers=N."
-            )
         if self._servers is not None and self._sync is not None:
             raise UsageError(
                 f"received sync={arguments.sync}: workers of parameter servers keep no "
@@ -132,11 +123,6 @@ class Plan:
     @contextlib.contextmanager
     def _entered(self) -> Iterator[tuple[FitContext, Backups]]:
         """Enters the context of this task, and its backups."""
-        if self._rounds is not None:
-            entered = elastic_training.entered(self._rounds, self._context, self._arguments)
-            with entered as member:
-                yield member
-            return
         in_memory = self._peers is not None and self._peers.outlives_workers
         if self._arguments.backup is None and self._context.group.is_chief and not in_memory:
             _warn_of_restarts(os.environ.get(MAX_RESTARTS, "0"))
@@ -154,8 +140,7 @@ class Plan:
         arguments = self._arguments
         sources = (arguments.source, arguments.validation_source)
         again = all(s is None or not (s.is_read_once or s.is_function()) for s in sources)
-        plain = (self._sync is None or not self._sync.elastic) and again
-        return plain and may_continue(self._context.strategy) and group.may_repeat()
+        return again and may_continue(self._context.strategy) and group.may_repeat()
 
     def _training(self, context: FitContext, backups: Backups) -> Training:
         """The driver, with sharded data and a built model."""
@@ -169,9 +154,6 @@ class Plan:
             )
             return MirroredTraining(context, arguments, record, each_step)
         sync.refuse_other(record)
-        if isinstance(backups, elastic_training.MemberBackups):
-            rounds = ElasticRounds(context.strategy, sync, context.sharding, backups.client)
-            return elastic_training.ElasticTraining(context, arguments, backups, rounds)
         return MirroredTraining(context, arguments, record, Rounds(context.strategy, sync))
 
     def _validation(

@@ -24,7 +24,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.cluster import membership, shared_directories
-from tfmw.cluster.cluster import MEMBER
 from tfmw.cluster.group import Group
 from tfmw.compat import datasets, memory, model_methods, models
 from tfmw.compat.shuffles import ShuffleSeeds
@@ -205,7 +204,7 @@ def _result(request: Request, arguments: dict[str, Any], prepared: bool) -> dict
             require_shared(os.fspath(backup.backup_dir), group)
     with model_methods.from_plain(model, name) if prepared else contextlib.nullcontext():
         result = model_methods.call_given(request.method, arguments, arguments.pop("given"))
-    if not membership.current_cluster().is_chief or os.environ.get(MEMBER, "0") != "0":
+    if not membership.current_cluster().is_chief:
         return {}
     history = getattr(model, "history", None)
     tensors = {k: models.native(v).numpy() for k, v in state.named(model).items()}

@@ -42,7 +42,7 @@ _MOST_MODELS = 4  # number of models that workers keep
 _MOST_CALLS = 4  # number of last calls whose arrays workers keep
 
 NO_RESTARTS = (
-    "workers that stay do not restart within a call, as elastic=True and max_restarts ask: pass "
+    "workers that stay do not restart within a call, as max_restarts asks: pass "
     "the number of workers, such as workers=2."
 )
 

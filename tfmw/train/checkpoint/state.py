@@ -99,13 +99,17 @@ class Snapshots:
         return found
 
     def take_parts(self, model: keras.Model, parts: SlotParts) -> list[TensorSlice]:
-        """Copies this task's shards of slots, flat; overwrites the previous copies."""
+        """Copies this task's shards, flat, and its rows; overwrites the previous copies."""
         names = {id(variable): name for name, variable in named(model).items()}
         taken = []
         for variable, elements, value in parts.own:
             name = names[id(variable)]
             spec = slice_spec([math.prod(variable.shape)], elements.start, elements.stop)
             taken.append((name, spec, self._copied(f"{name}/{elements.start}", value)))
+        for name, replicas, first, values in parts.rows:
+            count, row_elements = values.shape
+            spec = slice_spec([replicas, row_elements], first, first + count)
+            taken.append((name, spec, self._copied(name, values)))
         return taken
 
     def _copied(self, name: str, value: tf.Tensor) -> tf.Tensor:

@@ -23,7 +23,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -52,13 +52,23 @@ _FEW = 0.5
 _LOOK_S = 1.0  # interval at which the chief checks whether a task for which it waits is alive
 
 
+class Rows(NamedTuple):
+    """Rows of a tensor with one row for each replica: those of this task's replicas."""
+
+    name: str  # name of the tensor in a backup
+    replicas: int  # number of all rows
+    first: int  # index of this task's first row
+    values: tf.Tensor  # [replicas of this task, elements]
+
+
 @dataclasses.dataclass(frozen=True)
 class SlotParts:
-    """Slots that no task has whole."""
+    """State that no task has whole: shards of slots, or what each replica has of its own."""
 
-    variables: list[Any]  # all of these Keras variables
+    variables: list[Any]  # the Keras variables that no task has whole
     # shards of this task: (variable, its elements, their values [m])
     own: list[tuple[Any, slice, tf.Tensor]]
+    rows: Sequence[Rows] = ()
 
 
 class SharedWrite:

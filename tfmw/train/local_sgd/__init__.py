@@ -8,7 +8,6 @@ replicas of (last common weights - own weights). An outer optimizer updates the 
 it (Douillard et al., DiLoCo, arXiv 2311.08105). Fragments of the weights may be exchanged in turns,
 while steps continue (Streaming DiLoCo, arXiv 2501.18512).
 
-The package is a layer over the mirrored driver: `rounds.py` has the methods of its `EachStep`.
-`elastic_rounds.py` and `elastic_training.py` are for workers that come and go. Only `fit` imports
-this package, and a call without `sync` runs none of its code.
+The package is a layer over the mirrored driver: `rounds.py` has the methods of its `EachStep`. Only
+`fit` imports this package, and a call without `sync` runs none of its code.
 """

@@ -27,10 +27,10 @@ import tensorflow as tf
 from tfmw.compat import models, optimizers, placement
 from tfmw.compat.losses import ReplicaWeight
 from tfmw.compat.memory import view_of
-from tfmw.data import Sharding
 from tfmw.errors import UsageError
 from tfmw.observe.progress import blocking_call
 from tfmw.train.checkpoint import state
+from tfmw.train.checkpoint.tensor_files import Rows
 from tfmw.train.local_sgd.outer_step import MIXED, OuterStep
 from tfmw.train.local_sgd.quantized_sum import QuantizedSum
 from tfmw.train.local_sgd.sync_settings import LocalSGD
@@ -61,7 +61,6 @@ class Rounds:
     Args:
         strategy: a synchronous strategy.
         settings: settings of the call.
-        sharding: sharding of training batches; None if only replicas of `strategy` have shards.
     """
 
     is_local = True
@@ -69,14 +68,8 @@ class Rounds:
     shard_optimizer = False
     gathers = False
 
-    def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        settings: LocalSGD,
-        sharding: Sharding | None = None,
-    ):
+    def __init__(self, strategy: tf.distribute.Strategy, settings: LocalSGD):
         self.strategy = strategy
-        self.sharding = sharding
         self.reduction = Reduction(strategy)
         by_machine = settings.between == "machines"
         self._within_machine = self.reduction.within_machine() if by_machine else None
@@ -298,16 +291,29 @@ class Rounds:
 
     # ------------------------------------------------------------ backups
 
-    def state(self) -> dict[str, Any]:
+    def is_settled(self, step: int, steps_per_epoch: int | None) -> bool:
+        """Whether replicas have exchanged all weights since their last step.
+
+        If epochs have no such step, or their number of steps is unknown, every one counts as such.
+        """
+        settings = self._settings
+        if settings.fragments > 1 or settings.overlap or settings.every >= (steps_per_epoch or 0):
+            return True
+        return settings.applied_after(step) is not None
+
+    def state(self, whole: bool) -> dict[str, Any]:
         """The state of the rounds by names in a backup. All tasks must call it.
 
         A backup contains the common weights as the model's weights, and those of each replica in
         addition.
+
+        Args:
+            whole: whether the chief gets the rows of all replicas, too; see `own_rows`.
         """
         with self._replicas.lost_peer_named():
-            return self._state()
+            return self._state(whole)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, whole: bool) -> dict[str, Any]:
         names = {id(variable): name for name, variable in state.named(self._model).items()}
         found = {
             names[id(w)]: tf.identity(common.value)  # it is written while steps continue
@@ -316,13 +322,29 @@ class Rounds:
         outer = self._outer.state
         for name, variable in zip(_numbered(_OUTER, len(outer)), outer, strict=True):
             found[name] = tf.identity(variable.value)
-        rows = self._traced(self._rows)([tf.constant(q.left) for q in self._quantized])
-        for name, row in zip(_numbered(_REPLICAS, len(rows)), rows, strict=True):
-            found[name] = self._replicas.first_result(row)
+        if whole:
+            rows = self._traced(self._rows)([tf.constant(q.left) for q in self._quantized])
+            for name, row in zip(_numbered(_REPLICAS, len(rows)), rows, strict=True):
+                found[name] = self._replicas.first_result(row)
         begun, summed = -1, tf.zeros([0], self._outer.dtype)
         if self._exchange is not None:
             begun, summed = self._exchange[0], self._waited_for(self._exchange[1])
         return {**found, BEGUN: tf.constant(begun, tf.int64), _SUMMED: summed}
+
+    def own_rows(self) -> list[Rows]:
+        """Weights, optimizers' state, counts and rounding errors of this task's replicas."""
+        columns = [
+            [copy.read_value() for copy in placement.local_copies(self.strategy, v)]
+            for v in placement.updated_variables(self._model)
+        ]
+        columns.append([counts.read_value() for counts in self._examples])
+        columns += [[tf.constant(q.left)] * self._replicas.local for q in self._quantized]
+        names = _numbered(_REPLICAS, len(columns))
+        first = self._replicas.sharding.local.start
+        return [
+            Rows(name, self._replicas.count, first, tf.stack([tf.reshape(v, [-1]) for v in values]))
+            for name, values in zip(names, columns, strict=True)
+        ]
 
     def restore(self, tensors: Mapping[str, Any]) -> None:
         """Restores a result of `state`, of any number of replicas. All tasks must call it.
@@ -346,13 +368,16 @@ class Rounds:
         for local in range(self._replicas.local):
             copies = [placement.local_copies(self.strategy, v)[local] for v in own]
             for copy, of_all in zip(copies, of_replicas, strict=False):
-                copy.assign(tf.cast(self._of_replica(of_all, first + local), copy.dtype))
-            self._examples[local].assign(self._of_replica(of_replicas[len(own)], first + local))
+                value = self._of_replica(of_all, first + local).reshape(copy.shape)
+                copy.assign(tf.cast(value, copy.dtype))
+            counts = self._examples[local]
+            row = self._of_replica(of_replicas[len(own)], first + local)
+            counts.assign(row.reshape(counts.shape))
         for quantized, of_all in zip(self._quantized, of_replicas[len(own) + 1 :], strict=True):
             left = self._of_replica(of_all, first)
             # otherwise the machines differ, and rounding errors start from zero
-            if left.shape == quantized.left.shape:
-                quantized.left = left
+            if left.size == quantized.left.size:
+                quantized.left = left.reshape(quantized.left.shape)
         if int(begun) >= 0:
             mean = tf.constant(summed)
             self._exchange = int(begun), lambda: mean

@@ -210,19 +210,25 @@ class PeerState(Backups):
             self._send(array, state.source)
         whole = {n: new_tensor(s, tf.as_dtype(dtype)) for n, (dtype, s) in layout.slots.items()}
         slots = {name: array for name, (array, _) in whole.items()}
-        holds = (here, self._ring.previous) if self._group.size > 1 else ()
-        kept: dict[int, Sequence[np.ndarray]] = {}  # rank -> bytes of its shards
         for rank, sender in sorted(state.senders.items()) if layout.shards else ():
             values = layout.shards_in(slots, rank)
             if here == sender:
                 copy_shards(state.of(own, rank).shards[rank], values)
             for array in values:
                 self._send(array, sender)
-            if rank in holds:
-                kept[rank] = values
+        if layout.has_rows and len(state.senders) < len(layout.shards):
+            layout.replace_lost(slots, state.senders)
+            if here == 0:
+                lost = sorted(set(range(len(layout.shards))).difference(state.senders))
+                names = " and ".join(f"worker {rank}" for rank in lost)
+                say(f"tfmw: the state of {names} is lost: the mean of the others' takes its place")
         of_slots = {name: tensor for name, (_, tensor) in whole.items()}
         if len(layout.shards) == self._group.size:
             self._layout = layout
+            # rank -> bytes of its shards
+            kept: dict[int, Sequence[np.ndarray]] = {
+                rank: layout.shards_in(slots, rank) for rank in self._kept_ranks(layout)
+            }
             if len(kept) == self._group.size:
                 memory = *memory, whole
             else:  # whole slots are freed
@@ -232,6 +238,11 @@ class PeerState(Backups):
             found |= of_slots
             self._complete = [Copy(record, found, attempt=fence.attempt(), memory=(*memory, whole))]
         return of_slots
+
+    def _kept_ranks(self, layout: Layout) -> set[int]:
+        """The workers whose shards are in this one's copies."""
+        own = self._group.rank
+        return {own} if layout.has_rows else {own, self._ring.previous}
 
     @property
     def _ring(self) -> AllReduce:
@@ -258,7 +269,8 @@ class PeerState(Backups):
         super().restore(model, batch_size)
         if self.kept is not None:
             state.restore(model, self.tensors)
-            self.tensors = self.kept.tensors  # frees whole slots
+            if not self._layout.has_rows:
+                self.tensors = self.kept.tensors  # frees whole slots
             models.set_unseeded_state(self.kept.record["random"].get("keras"))
 
     def signals(self) -> tuple[float, ...]:
@@ -283,6 +295,7 @@ class PeerState(Backups):
 
         If workers shard the optimizer's slots, a backup is written as without copies in memory.
         """
+        # state that no worker has whole
         write, own = write and self.has_directory, parts or driver.slot_parts()
         # Only a backup records the end: without it, all tasks restart, and train up to it again.
         ends = write and record["done"]
@@ -298,6 +311,7 @@ class PeerState(Backups):
         entries, arrays = python_state or self.python_state(callbacks)
         self._file_writer.wait()
         del self._complete[:-1]  # its memory is for the new copy
+        self.tensors = {}  # they have been restored
         if self.kept is not None and self._copies[0] in self.kept.memory:
             self._copies.reverse()
         if self._copies[0] is self._written and self._writer.busy:
@@ -310,6 +324,8 @@ class PeerState(Backups):
         entries = self._group.from_chief(lambda: entries)
         arrays = self._group.arrays_from_chief(arrays)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
+        for rows in own.rows if own is not None else ():  # a backup has all of them
+            tensors.pop(rows.name, None)
         new = Copy(
             {**record, **entries},
             tensors,
@@ -360,9 +376,11 @@ class PeerState(Backups):
             return WHOLE, {}
         taken = self._copies[0].take_parts(driver.model, own)
         if not self._layout.shards:
+            begins = [elements.start for _, elements, _ in own.own]
+            begins += [rows.first * rows.values.shape[1] for rows in own.rows]
             mine = [
-                (name, elements.start, elements.stop - elements.start)
-                for (name, _, _), (_, elements, _) in zip(taken, own.own, strict=True)
+                (name, begin, values.shape.num_elements())
+                for (name, _, values), begin in zip(taken, begins, strict=True)
             ]
             whole = {id(variable) for variable in own.variables}
             of_slots = {
@@ -370,10 +388,16 @@ class PeerState(Backups):
                 for name, v in state.named(driver.model).items()
                 if id(v) in whole
             }
-            self._layout = Layout.of(self._group.from_all(mine), of_slots)
+            of_slots |= {
+                rows.name: (rows.values.dtype.name, (rows.replicas, rows.values.shape[1]))
+                for rows in own.rows
+            }
+            self._layout = Layout.of(self._group.from_all(mine), of_slots, bool(own.rows))
         shards: list[np.ndarray] = [
             view_of(values).reshape(-1).view(np.uint8) for _, _, values in taken
         ]
+        if self._layout.has_rows:
+            return self._layout, {self._group.rank: shards}
         with self._lost_named():
             before = self._ring.shift(shards, "state")
         return self._layout, {self._group.rank: shards, self._ring.previous: [before]}
@@ -392,6 +416,7 @@ class PeerState(Backups):
         of_slots = 0 if own is None else _bytes_of(own.variables)
         size = _bytes_of(state.named(driver.model).values()) - of_slots
         size += 2 * of_slots // self._group.size
+        size += 0 if own is None else _bytes_of(rows.values for rows in own.rows)
         needed = 2 * size * int(os.environ.get("TFMW_LOCAL_TASKS", "1"))
         fits = self._group.from_chief(lambda: needed <= _MEMORY * usable_bytes())
         return None if fits else f"they would take {needed >> 20} MB"

@@ -5,12 +5,16 @@
 
 If workers shard the optimizer's slots, each keeps its own shards, and those of the worker before it
 in the ring. So all slots survive the loss of one worker.
+
+With local SGD, a shard has the rows of a worker's replicas. It is not sent, as the network may be
+slow: it survives in a file on the worker's machine. If the machine is lost, the mean of the other
+rows takes its place.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,16 +33,36 @@ class Layout(NamedTuple):
 
     shards: Sequence[Sequence[Shard]] = ()  # of each worker, in order of rank
     slots: Mapping[str, tuple[str, Sequence[int]]] = {}  # name of a slot -> its dtype and shape
+    has_rows: bool = False  # whether slots are [replicas, elements], and shards whole rows
 
     @classmethod
-    def of(cls, shards: Sequence[Sequence[Any]], slots: Mapping[str, Any]) -> Layout:
+    def of(
+        cls, shards: Sequence[Sequence[Any]], slots: Mapping[str, Any], has_rows: bool = False
+    ) -> Layout:
         """The layout in the JSON of another one."""
-        return cls([[Shard(*shard) for shard in of_one] for of_one in shards], slots)
+        return cls([[Shard(*shard) for shard in of_one] for of_one in shards], slots, has_rows)
 
     def shards_in(self, slots: Mapping[str, np.ndarray], rank: int) -> list[np.ndarray]:
         """uint8: the bytes of a worker's shards in whole slots, in order."""
         views = (slots[n].reshape(-1)[begin : begin + m] for n, begin, m in self.shards[rank])
         return [view.view(np.uint8) for view in views]
+
+    def replace_lost(self, slots: Mapping[str, np.ndarray], present: Collection[int]) -> None:
+        """Gives lost rows the mean of all others.
+
+        Args:
+            slots: whole slots, [replicas, elements].
+            present: the workers whose rows are in them.
+        """
+        for name, array in slots.items():
+            flat, elements = array.reshape(-1), array.shape[1]
+            rows: dict[bool, list[np.ndarray]] = {True: [], False: []}
+            for rank, shards in enumerate(self.shards):
+                for _, begin, m in (shard for shard in shards if shard.name == name and elements):
+                    rows[rank in present].append(flat[begin : begin + m].reshape(-1, elements))
+            for lost in rows[False]:
+                others = np.concatenate(rows[True])
+                lost[...] = others.mean(0, dtype=np.result_type(others, np.float64))
 
 
 WHOLE = Layout()
@@ -50,8 +74,9 @@ class Held(NamedTuple):
 
     step: int
     attempt: int  # the attempt of the run in which it was taken
-    workers: int = 0  # number of workers that shard slots; 0: the copy has all slots whole
+    workers: int = 0  # number of workers that have shards; 0: the copy has all slots whole
     ranks: Sequence[int] = ()  # the workers whose shards it has
+    has_rows: bool = False  # see `Layout`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +94,8 @@ class Copy:
     @property
     def held(self) -> Held:
         step: int = self.record["step"]
-        return Held(step, self.attempt, len(self.layout.shards), list(self.shards))
+        workers, has_rows = len(self.layout.shards), self.layout.has_rows
+        return Held(step, self.attempt, workers, list(self.shards), has_rows)
 
 
 class Continued(NamedTuple):
@@ -89,17 +115,23 @@ class Continued(NamedTuple):
 def continued(known: Sequence[Sequence[Held]]) -> Continued | None:
     """The latest step whose state is in the complete copies of all workers together; or None.
 
+    If no state is complete, it is the latest one of which only replicas' rows are missing.
+
     Args:
         known: the copies of each worker, in order of rank.
     """
+    incomplete = None
     for latest in sorted({held[:2] for of_one in known for held in of_one}, reverse=True):
         having = [(r, h) for r, of_one in enumerate(known) for h in of_one if h[:2] == latest]
         senders = {rank: sender for sender, held in reversed(having) for rank in held.ranks}
         # a worker that has its own shards sends them itself
         senders |= {rank: rank for rank, held in having if rank in held.ranks}
-        if len(senders) == having[0][1].workers:
-            return Continued(*latest, having[0][0], senders)
-    return None
+        found, (_, first) = Continued(*latest, having[0][0], senders), having[0]
+        if len(senders) == first.workers:
+            return found
+        if first.has_rows and incomplete is None:
+            incomplete = found
+    return incomplete
 
 
 def copy_shards(values: Sequence[np.ndarray], to: Sequence[np.ndarray]) -> None:

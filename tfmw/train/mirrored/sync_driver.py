@@ -164,8 +164,7 @@ class SyncDriver:
         """
         trains = name == "train"
         iterator, max_steps, sizes = call.iterator, call.max_steps, call.shard_sizes
-        uneven = self.sync.sharding is not None and trains and sizes.empty
-        uneven |= self.replicas.count > 1 and (
+        uneven = self.replicas.count > 1 and (
             sizes.empty or (sizes.uneven and trains and bool(self.state.variables()))
         )
         kind = StepKind(name, uneven, size_known, call.endless)
@@ -231,10 +230,9 @@ class SyncDriver:
         if kind.trains and self.copies:
             placement.refuse_saved_models(self.model)
         averages = self.state.variables() if kind.uneven and kind.trains else []
-        sharding = (kind.trains and self.sync.sharding) or self.replicas.sharding
 
         def one_step(*element: Any) -> Any:
-            parts, counts, total = step_of(element, sharding)
+            parts, counts, total = step_of(element, self.replicas.sharding)
             assigned: list[Any] = []
             if kind.trains:
                 assigned = self.state.assigned = self.state.assigned or []
@@ -258,18 +256,13 @@ class SyncDriver:
         batch = parts[local]
         is_local = kind.trains and self.sync.is_local
         # The number of examples of a batch is that of its first tensor.
-        divided = self.replicas.count > 1 or self.sync.sharding is not None
-        counts_differ = divided and (kind.uneven or not kind.size_known)
+        counts_differ = self.replicas.count > 1 and (kind.uneven or not kind.size_known)
         rows = tf.cast(counts[local] if counts_differ else examples_of(batch), tf.int32)
         if self.replicas.count == 1:
-
-            def step() -> tf.Tensor:
-                if kind.trains:
-                    self.sync.count_examples(local, rows, rows)
-                self._call_step(kind, batch, local, None)
-                return rows
-
-            return tf.cond(rows > 0, step, lambda: tf.zeros_like(rows)) if counts_differ else step()
+            if kind.trains:
+                self.sync.count_examples(local, rows, rows)
+            self._call_step(kind, batch, local, None)
+            return rows
         if kind.size_known:
             total = tf.cast(tf.identity(total), tf.int32)
         else:

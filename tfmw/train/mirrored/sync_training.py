@@ -85,7 +85,6 @@ class MirroredTraining:
                 self._validation = EpochIterator(
                     source,
                     self.group,
-                    # sharding of all replicas that have the same weights
                     self.driver.replicas.sharding,
                     self._arguments.validation_steps,
                     "validation_steps",
@@ -193,6 +192,8 @@ class MirroredTraining:
             self.driver.restore_optimizer()
 
     def metrics(self, signals: tuple[float, ...] = ()) -> dict[str, Any]:
+        if not self._sync.is_settled(self.steps_done, self.steps_per_epoch):
+            signals = *signals[:2], *(0.0 for _ in signals[2:])  # a copy in memory waits
         return self.driver.results.result("train", signals)
 
     def from_chief(self, numbers: Sequence[float]) -> list[float]:
@@ -205,7 +206,8 @@ class MirroredTraining:
         plans = [plan for update in self.driver.updates if (plan := update.parted) is not None]
         whole = [slot for plan in plans for slot in plan.whole_slots()]
         own = [values for p in plans for part in p.parts for values in part.slot_values()]
-        return SlotParts(whole, own) if plans else None
+        rows = self._sync.own_rows()
+        return SlotParts(whole, own, rows) if plans or rows else None
 
     def state(self, in_epoch: bool, slots: bool) -> DriverState:
         if slots:
@@ -213,7 +215,7 @@ class MirroredTraining:
                 for update in self.driver.updates:
                     update.copy_to_chief()
         rows = self.driver.state.rows()
-        tensors = self._sync.state()
+        tensors = self._sync.state(whole=slots)
         position = dataclasses.asdict(self._data.position(in_epoch))
         if self.group.is_chief:
             self._data.index_files()

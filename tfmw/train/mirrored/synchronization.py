@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfmw.compat.gradients import scaled
 from tfmw.compat.losses import ReplicaWeight
-from tfmw.data import Sharding
+from tfmw.train.checkpoint.tensor_files import Rows
 from tfmw.train.mirrored.cached_driver import cached_driver
 from tfmw.train.mirrored.collectives.reduction import Reduction
 from tfmw.train.mirrored.sharded_update import ShardedUpdate
@@ -41,8 +41,6 @@ class EachStep:
     """
 
     is_local = False  # whether replicas have weights of their own between two exchanges
-    # sharding of training batches, if other processes have shards of them
-    sharding: Sharding | None = None
 
     def __init__(
         self,
@@ -126,9 +124,21 @@ class EachStep:
     def end_epoch(self) -> None:
         """Gives all replicas the same weights. All tasks must call it."""
 
-    def state(self) -> dict[str, Any]:
-        """The tensors that a backup contains in addition to the model's. All tasks must call it."""
+    def is_settled(self, step: int, steps_per_epoch: int | None) -> bool:
+        """Whether all replicas have the same weights after a step of the epoch."""
+        return True
+
+    def state(self, whole: bool) -> dict[str, Any]:
+        """The tensors that a backup contains in addition to the model's. All tasks must call it.
+
+        Args:
+            whole: whether the chief gets the rows of all replicas, too; see `own_rows`.
+        """
         return {}
+
+    def own_rows(self) -> list[Rows]:
+        """Rows of the state in which replicas differ, those of this task."""
+        return []
 
     def restore(self, tensors: Mapping[str, Any]) -> None:
         """Restores a result of `state`. All tasks must call it."""
