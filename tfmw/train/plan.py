@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -98,10 +98,10 @@ class Plan:
                     logger.warning("%s; waits for a new worker", e.message)
 
     def _run(self) -> keras.callbacks.History:
-        arguments = self._arguments
-        with self._entered() as (context, backups):
-            training = self._training(context, backups)
-            self._require_same(context, training)
+        arguments, context = self._arguments, self._context
+        with self._backups() as backups:
+            training = self._training(backups)
+            self._require_same(training)
             backups.restore(context.model, training.batch_size or arguments.batch_size)
             backups.report_done(arguments.epochs)
             callback_list = context.callback_list(
@@ -112,7 +112,7 @@ class Plan:
                 epochs=arguments.epochs,
                 history=True,
             )
-            validate = self._validation(context, training)
+            validate = self._validation(training)
             loop = TrainingLoop(training, backups, callback_list, arguments, validate)
             with trained_in(context.model, arguments.precision), training:
                 loop.run()
@@ -120,18 +120,15 @@ class Plan:
         history: keras.callbacks.History = context.model.history
         return history
 
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[tuple[FitContext, Backups]]:
-        """Enters the context of this task, and its backups."""
+    def _backups(self) -> contextlib.AbstractContextManager[Backups]:
+        """The backups of this training, or of its next view."""
         in_memory = self._peers is not None and self._peers.outlives_workers
         if self._arguments.backup is None and self._context.group.is_chief and not in_memory:
             _warn_of_restarts(os.environ.get(MAX_RESTARTS, "0"))
-        if self._peers is not None:
-            self._peers.begin_view()
-            yield self._context, self._peers
-            return
-        with Backups(self._context.group, self._arguments.backup) as backups:
-            yield self._context, backups
+        if self._peers is None:
+            return Backups(self._context.group, self._arguments.backup)
+        self._peers.begin_view()
+        return contextlib.nullcontext(self._peers)
 
     # ------------------------------------------------------------ what is chosen
 
@@ -142,9 +139,10 @@ class Plan:
         again = all(s is None or not (s.is_read_once or s.is_function()) for s in sources)
         return again and may_continue(self._context.strategy) and group.may_repeat()
 
-    def _training(self, context: FitContext, backups: Backups) -> Training:
+    def _training(self, backups: Backups) -> Training:
         """The driver, with sharded data and a built model."""
-        arguments, sync, record = self._arguments, self._sync, backups.record
+        context, arguments, sync = self._context, self._arguments, self._sync
+        record = backups.record
         self._refuse_other_kind(record)
         if self._servers is not None:
             return ParameterServerTraining(context, arguments, self._servers, record)
@@ -156,11 +154,9 @@ class Plan:
         sync.refuse_other(record)
         return MirroredTraining(context, arguments, record, Rounds(context.strategy, sync))
 
-    def _validation(
-        self, context: FitContext, training: Training | None
-    ) -> Callable[..., dict[str, Any]] | None:
+    def _validation(self, training: Training | None) -> Callable[..., dict[str, Any]] | None:
         """A function (callbacks, signals) -> logs that evaluates the validation data."""
-        arguments = self._arguments
+        context, arguments = self._context, self._arguments
         if arguments.validation_source is None:
             return None
         validate: Callable[..., dict[str, Any]]
@@ -176,7 +172,7 @@ class Plan:
     def _evaluate_beside(self) -> keras.callbacks.History:
         """Evaluates the backups of the training, on an evaluator."""
         context, arguments = self._context, self._arguments
-        backup, validate = arguments.backup, self._validation(context, None)
+        backup, validate = arguments.backup, self._validation(None)
         if backup is None or validate is None:
             missing = "backup_dir" if backup is None else "validation_data"
             raise UsageError(
@@ -203,9 +199,9 @@ class Plan:
                 "the weights, load them with model.load_weights before tfmw.fit."
             )
 
-    def _require_same(self, context: FitContext, training: Training) -> None:
+    def _require_same(self, training: Training) -> None:
         """Raises UsageError on every task if the tasks' arguments differ."""
-        arguments = self._arguments
+        context, arguments = self._context, self._arguments
         context.group.require_same(
             {
                 "epochs": arguments.epochs,

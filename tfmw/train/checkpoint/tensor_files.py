@@ -52,13 +52,18 @@ _FEW = 0.5
 _LOOK_S = 1.0  # interval at which the chief checks whether a task for which it waits is alive
 
 
-class Rows(NamedTuple):
+class ReplicaRows(NamedTuple):
     """Rows of a tensor with one row for each replica: those of this task's replicas."""
 
     name: str  # name of the tensor in a backup
     replicas: int  # number of all rows
     first: int  # index of this task's first row
     values: tf.Tensor  # [replicas of this task, elements]
+
+
+def own_name(name: str) -> str:
+    """The name of this task's rows of a tensor, where a task has only its own."""
+    return f"{name}/own"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +73,7 @@ class SlotParts:
     variables: list[Any]  # the Keras variables that no task has whole
     # shards of this task: (variable, its elements, their values [m])
     own: list[tuple[Any, slice, tf.Tensor]]
-    rows: Sequence[Rows] = ()
+    rows: Sequence[ReplicaRows] = ()
 
 
 class SharedWrite:

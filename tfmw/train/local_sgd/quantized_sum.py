@@ -52,8 +52,10 @@ class QuantizedSum:
         Args:
             ring: a ring of one level: each worker adds its own values to received ones, once.
         """
-        own = self.left
-        packed = self.rounded(local)
+        own, self.left = self.left, np.empty_like(self.left)
+        own.reshape(-1)[: len(local)] += local
+        packed: np.ndarray = np.empty(len(own), self._dtype)
+        self._round(own, packed, self.left)
 
         def add(coming: np.ndarray, here: np.ndarray, out: np.ndarray) -> None:
             # `here` has this worker's values of the same elements, already rounded.
@@ -65,21 +67,6 @@ class QuantizedSum:
         for piece in _pieces(len(own)):
             own[piece] = self.unpacked(total[piece])
         return own.reshape(-1)[: len(local)]
-
-    @np.errstate(all="ignore")
-    def rounded(self, local: np.ndarray) -> np.ndarray:
-        """Packs an array, float32 [n], and the last rounding errors; keeps the new ones."""
-        own, self.left = self.left, np.empty_like(self.left)
-        own.reshape(-1)[: len(local)] += local
-        packed: np.ndarray = np.empty(len(own), self._dtype)
-        self._round(own, packed, self.left)
-        return packed
-
-    def values(self, packed: np.ndarray, elements: int) -> np.ndarray:
-        """The array, float32 [elements], that is packed here, or as bytes that were received."""
-        if packed.dtype != self._dtype:
-            packed = packed.reshape(-1).view(self._dtype)
-        return self.unpacked(packed).reshape(-1)[:elements]
 
     def _round(
         self, own: Blocks, out: np.ndarray, left: Blocks, coming: np.ndarray | None = None

@@ -30,7 +30,7 @@ from tfmw.compat.memory import view_of
 from tfmw.errors import UsageError
 from tfmw.observe.progress import blocking_call
 from tfmw.train.checkpoint import state
-from tfmw.train.checkpoint.tensor_files import Rows
+from tfmw.train.checkpoint.tensor_files import ReplicaRows, own_name
 from tfmw.train.local_sgd.outer_step import MIXED, OuterStep
 from tfmw.train.local_sgd.quantized_sum import QuantizedSum
 from tfmw.train.local_sgd.sync_settings import LocalSGD
@@ -331,7 +331,7 @@ class Rounds:
             begun, summed = self._exchange[0], self._waited_for(self._exchange[1])
         return {**found, BEGUN: tf.constant(begun, tf.int64), _SUMMED: summed}
 
-    def own_rows(self) -> list[Rows]:
+    def own_rows(self) -> list[ReplicaRows]:
         """Weights, optimizers' state, counts and rounding errors of this task's replicas."""
         columns = [
             [copy.read_value() for copy in placement.local_copies(self.strategy, v)]
@@ -342,7 +342,9 @@ class Rounds:
         names = _numbered(_REPLICAS, len(columns))
         first = self._replicas.sharding.local.start
         return [
-            Rows(name, self._replicas.count, first, tf.stack([tf.reshape(v, [-1]) for v in values]))
+            ReplicaRows(
+                name, self._replicas.count, first, tf.stack([tf.reshape(v, [-1]) for v in values])
+            )
             for name, values in zip(names, columns, strict=True)
         ]
 
@@ -350,34 +352,33 @@ class Rounds:
         """Restores a result of `state`, of any number of replicas. All tasks must call it.
 
         Args:
-            tensors: tensors of the backup, on the chief.
+            tensors: tensors of the backup, on the chief; or of a copy in memory, with the rows of
+                its own replicas on each task.
         """
         self.begin_epoch()
         with self._replicas.lost_peer_named():
             self._restore(tensors)
 
     def _restore(self, tensors: Mapping[str, Any]) -> None:
-        own = placement.updated_variables(self._model)
-        count = len(own) + 1 + len(self._quantized)
-        outer, rows = _numbered(_OUTER, len(self._outer.state)), _numbered(_REPLICAS, count)
-        found = iter(self._from_chief(tensors, [*outer, *rows, BEGUN, _SUMMED]))
+        updated = placement.updated_variables(self._model)
+        names = _numbered(_REPLICAS, len(updated) + 1 + len(self._quantized))
+        has_own = self._replicas.group.from_chief(lambda: own_name(names[0]) in tensors)
+        of_chief = [*_numbered(_OUTER, len(self._outer.state)), *([] if has_own else names)]
+        found = iter(self._from_chief(tensors, [*of_chief, BEGUN, _SUMMED]))
         for variable in self._outer.state:
             variable.assign(next(found))
-        *of_replicas, begun, summed = found
+        *of_all, begun, summed = found
         first = self._replicas.sharding.local.start
         for local in range(self._replicas.local):
-            copies = [placement.local_copies(self.strategy, v)[local] for v in own]
-            for copy, of_all in zip(copies, of_replicas, strict=False):
-                value = self._of_replica(of_all, first + local).reshape(copy.shape)
-                copy.assign(tf.cast(value, copy.dtype))
-            counts = self._examples[local]
-            row = self._of_replica(of_replicas[len(own)], first + local)
-            counts.assign(row.reshape(counts.shape))
-        for quantized, of_all in zip(self._quantized, of_replicas[len(own) + 1 :], strict=True):
-            left = self._of_replica(of_all, first)
-            # otherwise the machines differ, and rounding errors start from zero
-            if left.size == quantized.left.size:
-                quantized.left = left.reshape(quantized.left.shape)
+            values = [tensors[own_name(name)][local] for name in names if has_own]
+            values += [self._of_replica(rows, first + local) for rows in of_all]
+            copies = [placement.local_copies(self.strategy, v)[local] for v in updated]
+            for copy, value in zip([*copies, self._examples[local]], values, strict=False):
+                copy.assign(tf.cast(value.reshape(copy.shape), copy.dtype))
+            for quantized, left in zip(self._quantized, values[len(copies) + 1 :], strict=True):
+                # otherwise the machines differ, and rounding errors start from zero
+                if left.size == quantized.left.size:
+                    quantized.left = left.reshape(quantized.left.shape)
         if int(begun) >= 0:
             mean = tf.constant(summed)
             self._exchange = int(begun), lambda: mean

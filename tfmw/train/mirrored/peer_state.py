@@ -44,7 +44,7 @@ from tfmw.train.callbacks import BackupAndRestore
 from tfmw.train.checkpoint import state
 from tfmw.train.checkpoint.resume import Backups, PythonState
 from tfmw.train.checkpoint.schedule import BackgroundWriter
-from tfmw.train.checkpoint.tensor_files import SlotParts
+from tfmw.train.checkpoint.tensor_files import SlotParts, own_name
 from tfmw.train.mirrored.collectives import connection
 from tfmw.train.mirrored.collectives.all_reduce import AllReduce, RingBroken
 from tfmw.train.mirrored.copy_files import CopyFiles
@@ -187,8 +187,8 @@ class PeerState(Backups):
         self._lost_worker = lost if self._trains else None
         return True
 
-    def _receive(self, state: Continued) -> dict[str, tf.Tensor]:
-        """Gives all workers the copy of a step; returns the slots that none of them has whole."""
+    def _receive(self, state: Continued) -> dict[str, Any]:
+        """Gives all workers the copy of a step; returns what is not alike in all of them."""
         own, here, described = self._complete, self._group.rank, None
         tensors: dict[str, Any] = {}
         memory: tuple[Any, ...] = ()
@@ -208,6 +208,11 @@ class PeerState(Backups):
             else:
                 array, found[name] = new_tensor(shape, tf.as_dtype(dtype))
             self._send(array, state.source)
+        if layout.has_rows and len(state.senders) == len(layout.shards) == self._group.size:
+            rows = self._receive_rows(state, layout)
+            self._layout = layout
+            self._complete = [Copy(record, found, layout, {here: rows}, fence.attempt(), memory)]
+            return {own_name(name): array for name, array in layout.rows_in(rows, here)}
         whole = {n: new_tensor(s, tf.as_dtype(dtype)) for n, (dtype, s) in layout.slots.items()}
         slots = {name: array for name, (array, _) in whole.items()}
         for rank, sender in sorted(state.senders.items()) if layout.shards else ():
@@ -238,6 +243,21 @@ class PeerState(Backups):
             found |= of_slots
             self._complete = [Copy(record, found, attempt=fence.attempt(), memory=(*memory, whole))]
         return of_slots
+
+    def _receive_rows(self, state: Continued, layout: Layout) -> list[np.ndarray]:
+        """The bytes of this worker's rows; only those that their own worker lacks are sent."""
+        own: list[np.ndarray] = []
+        for rank, sender in sorted(state.senders.items()):
+            values: list[np.ndarray] = []
+            if self._group.rank == sender:  # views of files, which this worker will write again
+                values = [np.array(v) for v in state.of(self._complete, rank).shards[rank]]
+            if sender != rank:
+                values = values or [np.empty(size, np.uint8) for size in layout.sizes(rank)]
+                for array in values:
+                    self._send(array, sender)
+            if self._group.rank == rank:
+                own = values
+        return own
 
     def _kept_ranks(self, layout: Layout) -> set[int]:
         """The workers whose shards are in this one's copies."""

@@ -14,10 +14,11 @@ rows takes its place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 
 class Shard(NamedTuple):
@@ -46,6 +47,17 @@ class Layout(NamedTuple):
         """uint8: the bytes of a worker's shards in whole slots, in order."""
         views = (slots[n].reshape(-1)[begin : begin + m] for n, begin, m in self.shards[rank])
         return [view.view(np.uint8) for view in views]
+
+    def sizes(self, rank: int) -> list[int]:
+        """Numbers of bytes of a worker's shards."""
+        return [m * tf.as_dtype(self.slots[name][0]).size for name, _, m in self.shards[rank]]
+
+    def rows_in(self, values: Sequence[np.ndarray], rank: int) -> Iterator[tuple[str, np.ndarray]]:
+        """Names and rows, [replicas of the worker, elements], in the bytes of its shards."""
+        for (name, _, _), array in zip(self.shards[rank], values, strict=True):
+            dtype, (replicas, elements) = self.slots[name]
+            own = array.view(tf.as_dtype(dtype).as_numpy_dtype)
+            yield name, own.reshape(replicas // len(self.shards), elements)
 
     def replace_lost(self, slots: Mapping[str, np.ndarray], present: Collection[int]) -> None:
         """Gives lost rows the mean of all others.

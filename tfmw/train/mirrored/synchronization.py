@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfmw.compat.gradients import scaled
 from tfmw.compat.losses import ReplicaWeight
-from tfmw.train.checkpoint.tensor_files import Rows
+from tfmw.train.checkpoint.tensor_files import ReplicaRows
 from tfmw.train.mirrored.cached_driver import cached_driver
 from tfmw.train.mirrored.collectives.reduction import Reduction
 from tfmw.train.mirrored.sharded_update import ShardedUpdate
@@ -136,7 +136,7 @@ class EachStep:
         """
         return {}
 
-    def own_rows(self) -> list[Rows]:
+    def own_rows(self) -> list[ReplicaRows]:
         """Rows of the state in which replicas differ, those of this task."""
         return []
 
