@@ -18,6 +18,7 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers.buckets import NIGHTLY, opened, s3
+from tests.helpers.cases import cases
 from tests.helpers.cluster import run_cluster
 from tests.helpers.hosts import NETWORK, Hosts, Loopback, Namespaces, network
 from tfmw.launcher import run_files
@@ -223,10 +224,12 @@ def test_with_a_bucket_the_host_that_leads_dies_and_comes_back(tmp_path, monkeyp
     np.testing.assert_allclose(results[0]["history"]["ids"], [47.5] * epochs, rtol=1e-6)
 
 
-def test_without_backups_hosts_die_come_back_and_leave(tmp_path):
+@pytest.mark.parametrize("kind", cases(["synchronous"], ["local"]))
+def test_without_backups_hosts_die_come_back_and_leave(tmp_path, kind):
     """The state is in the memory of those that stay, in files that their new workers find."""
     epochs, go = 8, tmp_path / "go"
     flags = [f"--epochs={epochs}", "--pause=0.3", f"--go={go}"]
+    flags += ["--local"] if kind == "local" else []
     options = ["--max-restarts=5", "--min-hosts=1", "--rejoin-timeout=1"]
     options.append(f"--rendezvous=dir:{tmp_path}/backup/supervisors")
     env = {"TFMW_TOKEN": TOKEN}
@@ -237,6 +240,10 @@ def test_without_backups_hosts_die_come_back_and_leave(tmp_path):
         leader = h.leader()
         other = 1 - leader
         h.kill(other)
+        if kind == "local":
+            h.wait_for(
+                leader, r"state of worker \d is lost: the mean of the others' takes its place"
+            )
         h.wait_for(leader, r"workers continue after step [1-9]")
         h.steps(leader, hosts=1)
         h.start(other)

@@ -81,6 +81,7 @@ def main() -> None:
     flags.add_argument("--epochs", type=int, default=3)
     flags.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
     flags.add_argument("--go")
+    flags.add_argument("--local", action="store_true", help="by local SGD")
     options = flags.parse_args()
     tfmw.init()
     keras.utils.set_random_seed(3)
@@ -109,6 +110,7 @@ def main() -> None:
             export_dir=options.export_dir,
             backup_every=6,  # so that steps are made again across the end of an epoch of 8
             seed=11,
+            sync=tfmw.LocalSGD(3) if options.local else None,
         )
     _result.write(
         {
