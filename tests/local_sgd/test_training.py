@@ -59,6 +59,7 @@ def test_a_round_after_each_step_of_sgd_is_synchronous_sgd(tasks):
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_workers_with_the_same_examples_train_as_one_process_does(tasks):
     model = made(SGD(0.05, momentum=0.9), norm=False)
     x, y = (a[::2] for a in TWICE)
@@ -88,8 +89,8 @@ def test_all_replicas_have_the_common_weights_at_the_end_of_an_epoch(workers):
 @pytest.mark.process
 def test_workers_without_examples_make_no_update(tasks):
     # The chief has an example in each of 8 batches; the last batch has only that one.
-    assert of(tasks, "diloco")["iterations"] == 2 * 8
-    assert tasks[-1]["found"]["diloco"]["iterations"] == 2 * (8 if len(tasks) == 1 else 7)
+    assert of(tasks, "streaming")["iterations"] == 2 * 8
+    assert tasks[-1]["found"]["streaming"]["iterations"] == 2 * (8 if len(tasks) == 1 else 7)
 
 
 @pytest.mark.process

@@ -132,15 +132,18 @@ def main() -> None:
     found = {
         "synchronous": fitted(**devices),
         "each step": fitted(every=1, **devices),
-        "alike": fitted(momentum, TWICE, 16, every=3, **devices),
         "no rate": fitted(keras.optimizers.SGD(0.0), every=3, **devices),
-        "diloco": fitted(every=3, outer_optimizer=DILOCO, **devices),
         "streaming": fitted(every=4, outer_optimizer=DILOCO, **parts, **devices),
     }
     if not devices:
         found |= {
             "int8": fitted(every=3, compression="int8"),
             "float32": fitted(every=3),
+        }
+    if devices or "--more" in sys.argv:
+        found |= {
+            "alike": fitted(momentum, TWICE, 16, every=3, **devices),
+            "diloco": fitted(every=3, outer_optimizer=DILOCO, **devices),
         }
     if "--more" in sys.argv:
         found |= {
