@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
+
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
 
@@ -54,6 +58,29 @@ def mirrored_strategy(devices: list[str]) -> tf.distribute.Strategy:
 
 
 _KEYS = 1000  # keys for the device groups of one strategy
+
+
+@contextlib.contextmanager
+def without_eager_advice() -> Iterator[None]:
+    """Drops the advice of an eager `strategy.run`, which users of `run_eagerly=True` cannot follow.
+
+    It is to wrap calls of `strategy.run` in a `tf.function`.
+
+    Source: tensorflow/python/distribute/mirrored_run.py.
+    """
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "eagerly has significant overhead" not in str(record.msg)
+
+    if tf.inside_function():
+        yield
+        return
+    logger = tf.get_logger()
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def collectives_traced(strategy: tf.distribute.Strategy) -> list[int]:

@@ -162,7 +162,7 @@ class BatchDriver:
             mine = values if replicas.local_index() == 0 else tf.zeros_like(values)
             return replicas.sum([mine])[0]
 
-        return replicas.first_result(replicas.strategy.run(summed))
+        return replicas.first_result(replicas.call(summed))
 
     def _refuse_differences(self, key: tuple[Any, ...], batch: Any) -> None:
         """Raises UsageError on all tasks if a batch, or a variable, differs between them."""

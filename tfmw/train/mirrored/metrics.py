@@ -130,7 +130,7 @@ class ReplicaMetrics:
                 variable.assign(value)
             return values
 
-        sums = self._replicas.strategy.run(combined, args=(local_signals,))
+        sums = self._replicas.call(combined, (local_signals,))
         sums = [self._replicas.first_result(s) for s in sums]
         signals = sums.pop()
         mapping = list(zip(variables, sums, strict=False))
@@ -204,7 +204,7 @@ class ReplicaState:
         """
         if self._replicas.count == 1 or not self.variables():
             return
-        run = self._replicas.strategy.run
+        run = self._replicas.call
         average = self._traces.get(
             "average",
             lambda: self._traces.function(
@@ -236,7 +236,7 @@ class ReplicaState:
             return self._replicas.rows([tf.identity(v.value) for v in metrics + averages])
 
         def on_all() -> list[tf.Tensor]:
-            return [self._replicas.first_result(t) for t in self._replicas.strategy.run(on_replica)]
+            return [self._replicas.first_result(t) for t in self._replicas.call(on_replica)]
 
         run = self._traces.get("rows", lambda: self._traces.function(on_all))
         with self._replicas.lost_peer_named():

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.cluster.group import Group
-from tfmw.compat import models, placement
+from tfmw.compat import models, placement, runtime
 from tfmw.data import Sharding
 from tfmw.data.whole_batches import WHOLE_BATCHES
 from tfmw.errors import UsageError
@@ -56,10 +56,15 @@ class Replicas:
         """Index of the running replica among this process's; see `local_index`."""
         return local_index(self.strategy)
 
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+        """Calls a function on each local replica; see `tf.distribute.Strategy.run`."""
+        with runtime.without_eager_advice():
+            return self.strategy.run(function, args=args)
+
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Runs a model's function on each local replica; see `tf.distribute.Strategy.run`."""
+        """Runs a model's function on each local replica."""
         try:
-            return self.strategy.run(models.with_unseeded_generator(function), args=args)
+            return self.call(models.with_unseeded_generator(function), args)
         except RuntimeError as e:
             if "merge_call" not in str(e):
                 raise
