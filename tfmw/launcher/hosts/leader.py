@@ -41,7 +41,7 @@ from tfmw.launcher.result import exit_status, lines_about
 RESIGN_S = 2.0
 """Seconds in which hosts reach a new leader; with too few of them, another host may try to lead."""
 
-DRAIN_S = 1.0
+DRAIN_S = 0.5
 """Seconds by which a host that was cut off may end its tasks later than the leader: both notice
 the silence of the other within a heartbeat, and tasks are killed at once."""
 

@@ -10,11 +10,11 @@ from typing import Any
 from tfmw.cluster import addresses
 from tfmw.launcher.options import RunOptions
 
-HEARTBEAT_S = 0.5
+HEARTBEAT_S = 0.25
 """Seconds between two heartbeats on a connection."""
 
 SILENCE_S = 3.0
-"""Seconds of silence after which a connection counts as lost: six heartbeats."""
+"""Seconds of silence after which a connection counts as lost: twelve heartbeats."""
 
 GATHER_S, REJOIN_S = 30.0, 5.0
 """Seconds to wait for missing hosts: schedulers start them one after the other, and after the
