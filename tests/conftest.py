@@ -52,6 +52,7 @@ LONG = (
     "matrix/test_matrix.py",
     "parameter_server/test_hash_tables.py",
     "checkpoint/test_restart_fit.py",
+    "local_sgd/test_lost_workers.py",
     "local_sgd/test_training.py",
     "mirrored/test_differences.py",
     "recipes/test_recipes.py",

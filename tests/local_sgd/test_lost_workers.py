@@ -52,23 +52,23 @@ def test_the_replica_of_a_lost_machine_continues_with_the_mean_of_the_others() -
 
 def test_a_copy_of_rows_is_taken_without_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other worker, whose description of its rows is known, is not there at all."""
-    state = PeerState(Group(0, 2), tf.distribute.get_strategy(), None)
-    own: Any = SlotParts([], [], [ReplicaRows("m", 2, 0, tf.constant([[1.5, 2.5]]))])
+    state = PeerState(Group(1, 2), tf.distribute.get_strategy(), None)
+    own: Any = SlotParts([], [], [ReplicaRows("m", 2, 1, tf.constant([[1.5, 2.5]]))])
     sent: list[Any] = []
 
     def described(group: Group, value: Any) -> list[Any]:
         sent.append(value)
-        return [value, [("m", 2, 2)]]
+        return [[("m", 0, 2)], value]
 
     monkeypatch.setattr(Group, "from_all", described)
     driver: Any = type("Driver", (), {"model": keras.Sequential()})
     for _ in range(2):
         layout, shards = state._shards(driver, own)
         assert layout == ([[("m", 0, 2)], [("m", 2, 2)]], {"m": ("float32", (2, 2))}, True)
-        (values,) = shards[0]
+        (values,) = shards[1]
         np.testing.assert_array_equal(values.view("float32"), [1.5, 2.5])
-        assert list(shards) == [0]
-    assert sent == [[("m", 0, 2)]]  # once
+        assert list(shards) == [1]
+    assert sent == [[("m", 2, 2)]]  # once
 
 
 def test_only_rows_that_their_own_worker_lacks_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:

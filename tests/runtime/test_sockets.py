@@ -9,17 +9,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.helpers.open_files import opened
 from tfmw.cluster.sockets import addresses_of, end_connections, limit_silence
 
 
 def descriptors(ends: Sequence[tuple[socket.socket, ...]]) -> int:
     """The number of this process's descriptors of these sockets; other threads have others."""
     own = {os.readlink(f"/proc/self/fd/{each.fileno()}") for pair in ends for each in pair}
-    found = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed since
-            found += os.readlink(f"/proc/self/fd/{name}") in own
-    return found
+    return sum(name in own for name in opened())
 
 
 @pytest.mark.parametrize(

@@ -112,12 +112,12 @@ class Attempt:
         here = kinds.count("worker")
         workers = here if self.cluster is None else len(self.cluster.get("worker", ()))
         self._has_ps = "ps" in (kinds if self.cluster is None else self.cluster)
-        # Whether a lost worker is replaced while the others wait for it.
-        together = not self._has_ps
         self._elsewhere = workers > here  # whether other machines have workers
-        self._replaces = together and workers > 1 and self._options.max_restarts > 0
+        # Whether a lost worker is replaced while the others wait for it.
+        may_restart = self._options.max_restarts > 0
+        self._replaces = not self._has_ps and workers > 1 and may_restart
         # A worker alone has copies of its state in memory on processors only.
-        copies = together and (workers > 1 or not visible_gpus(self._env))
+        copies = not self._has_ps and (workers > 1 or not visible_gpus(self._env))
         self._state_folder = self.context.state_folder if copies else ""
         self._replaced: list[Task] = []  # ended tasks that were restarted alone
         self._replaced_at = -1  # the largest step at which a worker was replaced
@@ -180,9 +180,8 @@ class Attempt:
         for rank, task in enumerate(self.tasks):
             own = {"type": task.kind, "index": task.index}
             training = workers.index(task.name) if task.kind == "worker" else None
-            place = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": own})}
             task.env |= {
-                **place,
+                "TF_CONFIG": json.dumps({"cluster": cluster, "task": own}),
                 "TFMW_LOCAL_TASKS": str(len(self.tasks)),
                 "TFMW_LOCAL_RANK": str(rank),
                 **({REPLACES: "1"} if self._replaces else {}),
@@ -233,10 +232,9 @@ class Attempt:
         return hung is not None
 
     def _killed_alone(self, hung: HungTask) -> bool:
-        """Kills a task that hangs, if the others wait for it, or for a new one in its place."""
+        """Kills a task that is stopped, if the others wait for a new one in its place."""
         task = next(task for task in self.tasks if task.name == hung.task)
-        stopped = self._replaces and hung.external and task.progress().replaceable
-        if not stopped:
+        if not (self._replaces and hung.external and task.progress().replaceable):
             return False
         self.context.display.line(f"tfmw: {hung.task} is killed: {hung.reason}")
         task.signal(signal.SIGKILL)

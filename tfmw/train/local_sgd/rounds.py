@@ -370,8 +370,10 @@ class Rounds:
         *of_all, begun, summed = found
         first = self._replicas.sharding.local.start
         for local in range(self._replicas.local):
-            values = [tensors[own_name(name)][local] for name in names if has_own]
-            values += [self._of_replica(rows, first + local) for rows in of_all]
+            if has_own:
+                values = [tensors[own_name(name)][local] for name in names]
+            else:
+                values = [self._of_replica(rows, first + local) for rows in of_all]
             copies = [placement.local_copies(self.strategy, v)[local] for v in updated]
             for copy, value in zip([*copies, self._examples[local]], values, strict=False):
                 copy.assign(tf.cast(value.reshape(copy.shape), copy.dtype))

@@ -208,7 +208,8 @@ class PeerState(Backups):
             else:
                 array, found[name] = new_tensor(shape, tf.as_dtype(dtype))
             self._send(array, state.source)
-        if layout.has_rows and len(state.senders) == len(layout.shards) == self._group.size:
+        lost = layout.lost(state.senders)
+        if layout.has_rows and not lost and len(layout.shards) == self._group.size:
             rows = self._receive_rows(state, layout)
             self._layout = layout
             self._complete = [Copy(record, found, layout, {here: rows}, fence.attempt(), memory)]
@@ -221,10 +222,9 @@ class PeerState(Backups):
                 copy_shards(state.of(own, rank).shards[rank], values)
             for array in values:
                 self._send(array, sender)
-        if layout.has_rows and len(state.senders) < len(layout.shards):
+        if lost:
             layout.replace_lost(slots, state.senders)
             if here == 0:
-                lost = sorted(set(range(len(layout.shards))).difference(state.senders))
                 names = " and ".join(f"worker {rank}" for rank in lost)
                 say(f"tfmw: the state of {names} is lost: the mean of the others' takes its place")
         of_slots = {name: tensor for name, (_, tensor) in whole.items()}
@@ -433,10 +433,11 @@ class PeerState(Backups):
         """Reason why there are no copies; None if there is none. All tasks must call it."""
         if self.kept is not None:
             return None
-        of_slots = 0 if own is None else _bytes_of(own.variables)
-        size = _bytes_of(state.named(driver.model).values()) - of_slots
-        size += 2 * of_slots // self._group.size
-        size += 0 if own is None else _bytes_of(rows.values for rows in own.rows)
+        size = _bytes_of(state.named(driver.model).values())
+        if own is not None:
+            of_slots = _bytes_of(own.variables)
+            size += 2 * of_slots // self._group.size - of_slots
+            size += _bytes_of(rows.values for rows in own.rows)
         needed = 2 * size * int(os.environ.get("TFMW_LOCAL_TASKS", "1"))
         fits = self._group.from_chief(lambda: needed <= _MEMORY * usable_bytes())
         return None if fits else f"they would take {needed >> 20} MB"

@@ -59,6 +59,10 @@ class Layout(NamedTuple):
             own = array.view(tf.as_dtype(dtype).as_numpy_dtype)
             yield name, own.reshape(replicas // len(self.shards), elements)
 
+    def lost(self, present: Collection[int]) -> list[int]:
+        """The workers whose shards are missing."""
+        return [rank for rank in range(len(self.shards)) if rank not in present]
+
     def replace_lost(self, slots: Mapping[str, np.ndarray], present: Collection[int]) -> None:
         """Gives lost rows the mean of all others.
 
@@ -66,15 +70,13 @@ class Layout(NamedTuple):
             slots: whole slots, [replicas, elements].
             present: the workers whose rows are in them.
         """
-        for name, array in slots.items():
-            flat, elements = array.reshape(-1), array.shape[1]
-            rows: dict[bool, list[np.ndarray]] = {True: [], False: []}
-            for rank, shards in enumerate(self.shards):
-                for _, begin, m in (shard for shard in shards if shard.name == name and elements):
-                    rows[rank in present].append(flat[begin : begin + m].reshape(-1, elements))
-            for lost in rows[False]:
-                others = np.concatenate(rows[True])
-                lost[...] = others.mean(0, dtype=np.result_type(others, np.float64))
+        here, lost = sorted(present), self.lost(present)
+        for array in slots.values():
+            replicas, elements = array.shape
+            of_one = replicas // len(self.shards)
+            rows = array.reshape(len(self.shards), of_one, elements)
+            others = rows[here].reshape(len(here) * of_one, elements)
+            rows[lost] = others.mean(0, dtype=np.result_type(others, np.float64))
 
 
 WHOLE = Layout()
@@ -138,7 +140,8 @@ def continued(known: Sequence[Sequence[Held]]) -> Continued | None:
         senders = {rank: sender for sender, held in reversed(having) for rank in held.ranks}
         # a worker that has its own shards sends them itself
         senders |= {rank: rank for rank, held in having if rank in held.ranks}
-        found, (_, first) = Continued(*latest, having[0][0], senders), having[0]
+        source, first = having[0]
+        found = Continued(*latest, source, senders)
         if len(senders) == first.workers:
             return found
         if first.has_rows and incomplete is None:
