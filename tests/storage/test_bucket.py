@@ -100,7 +100,7 @@ def test_large_files_travel_in_parts(bucket, tmp_path, server):
         (403, "list and delete there (403 Forbidden, AccessDenied)"),
         (404, "there is no such bucket: create it, or check its name (404 Not Found, SlowDown)"),
         (500, "the store refuses (500 Internal Server Error, SlowDown)"),
-        ("lost", "the store does not respond, or not completely"),
+        ("lost", "the store does not respond, or not completely (Request)"),
     ],
 )
 def test_errors_are_one_sentence_without_credentials(server, monkeypatch, caplog, fault, expected):
@@ -120,6 +120,21 @@ def test_errors_are_one_sentence_without_credentials(server, monkeypatch, caplog
         assert error.value.__cause__ is None
         shown = f"{error.value}\n{caplog.text}"
         assert not [secret for secret in CREDENTIALS.values() if secret in shown]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "reason"),
+    [
+        ("http://127.0.0.1:9", "(Connect, Connection refused)"),
+        ("http://no-such-host.invalid", "(Connect, failed to lookup address information: "),
+    ],
+)
+def test_a_store_that_cannot_be_reached_is_named(server, monkeypatch, endpoint, reason):
+    monkeypatch.setattr(bucket_module, "_QUICK_S", 0.1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(OSError, match=r"^s3://bucket/errors/a cannot be read: ") as error:
+        Bucket("s3://bucket/errors", quick=True).read("a")
+    assert f"the store does not respond, or not completely {reason}" in str(error.value)
 
 
 def test_a_bucket_that_does_not_exist_is_named(server):

@@ -40,22 +40,27 @@ _RETRY_S = 60.0  # seconds in which a request is repeated, after 500, 503 or a l
 _QUICK_S = 3.0  # the same, for requests whose result is needed at once
 _ANSWER_S, _QUICK_ANSWER_S = 30.0, 2.0  # for one response, and for one that is needed at once
 _NO_BUCKET = "NoSuchBucket|ContainerNotFound"
-_SAID = (r"status code: (\d{3}[ \w]*)", r"<Code>(\w+)</Code>")
+_SAID = (
+    r"status code: (\d{3}[ \w]*)",
+    r"<Code>(\w+)</Code>",
+    r"HttpError \{\s*kind: (\w+)",  # such as Connect, Request, Timeout, Interrupted
+    r'kind: \w+,\s*(?:message|error): "([^"]+)"',  # of the operating system
+)
 _ADVICE = (
     # an address that gives a cloud's machine its credentials
     (r"169\.254\.", "no credentials were found: set the variables that the store's client reads"),
-    (f"{_NO_BUCKET}|code: 404", "there is no such bucket: create it, or check its name"),
+    (f"{_NO_BUCKET}|status code: 404", "there is no such bucket: create it, or check its name"),
     (
         "AuthorizationHeaderMalformed|PermanentRedirect|without LOCATION",
         "the bucket is in another region: set AWS_REGION to that",
     ),
     ("RequestTimeTooSkewed", "the clock of this machine differs from the store's: set it"),
     (
-        "code: 40[13]",
+        "status code: 40[13]",
         "access is denied: give this process credentials that may read, write, list and delete "
         "there",
     ),
-    ("code: ", "the store refuses"),
+    ("status code: ", "the store refuses"),
     ("", "the store does not respond, or not completely"),
 )
 """(pattern of a store's error, what is wrong and what to do); the first match counts."""
