@@ -26,7 +26,7 @@ from tfmw.launcher.output import Display, without_notices
 from tfmw.train import fit_context
 from tfmw.train.callbacks.progress_bar import Bar, Lines, Throughput, with_progress
 
-# Output of one process without a GPU, with TensorFlow 2.21.0 and 2.18.1.
+# Output of one process without a GPU, with TensorFlow 2.18.1, 2.21.0 and 2.22.0rc0.
 NOTICES = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
 I0000 00:00:1795264727.917557   12869 cudart_stub.cc:31] Could not find cuda drivers on your \
@@ -47,6 +47,11 @@ W0000 00:00:1732000000.123456   12869 computation_placer.cc:177] computation pla
 registered. Please check linkage and avoid linking the same target more than once.
 W0000 00:00:1795949849.518936   11602 local_rendezvous.cc:412] Local rendezvous is aborting with \
 status: NOT_FOUND: Cannot find this iterator's analytical model. Did you disable autotune for it?
+E0000 00:00:1796052670.113037    9274 cuda_platform.cc:57] failed call to cuInit: INTERNAL: CUDA \
+error: Failed call to cuInit: UNKNOWN ERROR (303)
+=== Source Location Trace: ===
+external/xla/xla/stream_executor/cuda/cuda_status.cc:50
+
 E0000 00:00:1795567655.672878   14773 base_collective_executor.cc:252] \
 BaseCollectiveExecutor::StartAbort INTERNAL: worker 1: ValueError: in two
 lines [type.googleapis.com/tensorflow.CoordinationServiceError='\\x18\\x01\\"\\n\\x06worker']
@@ -57,6 +62,7 @@ NO_NOTICES = [
     "2026-01-31 12:00:00.123456: the user's own clock",
     "E0000 00:00:1795264731.961498   12869 cuda_platform.cc:52] failed call to cuInit: INTERNAL: "
     "CUDA error: Failed call to cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+    "=== Source Location Trace: ===",
     "E0000 00:00:1795264775.589889   14758 base_collective_executor.cc:252] "
     "BaseCollectiveExecutor::StartAbort INTERNAL: worker 1: ValueError: boom",
     "I0000 but no more",

@@ -323,6 +323,7 @@ def test_a_cache_above_a_shuffle_then_a_loss_that_is_no_number(stay):
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_workers_run_the_fit_of_the_models_class(stay, recwarn):
     """The caller's model has no optimizer yet: its variables are those of the prepared data."""
     model, twin = prepared(), prepared()

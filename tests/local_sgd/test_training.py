@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tfmw
-from tests.helpers.cases import cases, chosen, each
+from tests.helpers.cases import cases, each
 from tests.helpers.cluster import run_cluster
 from tests.programs import local_sgd
 from tests.programs.local_sgd import DILOCO, TWICE, X, Y, made
@@ -19,13 +19,14 @@ SGD = keras.optimizers.SGD
 
 
 @pytest.fixture(scope="module")
-def workers(request: pytest.FixtureRequest) -> list[Any]:
-    more = (
-        ["--more"]
-        if 4 in chosen(request, "test_rounded_differences_are_close_to_exact_ones", "bits")
-        else []
-    )
-    return list(run_cluster("local_sgd.py", *more, workers=2))
+def workers() -> list[Any]:
+    return list(run_cluster("local_sgd.py", workers=2))
+
+
+@pytest.fixture(scope="module")
+def more() -> list[Any]:
+    """Two workers that train in more ways."""
+    return list(run_cluster("local_sgd.py", "--more", workers=2))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def devices() -> list[Any]:
     return list(run_cluster("local_sgd.py", "--devices", workers=1))
 
 
-@pytest.fixture(params=["workers", pytest.param("devices", marks=pytest.mark.nightly)])
+@pytest.fixture(params=cases(["workers"], ["more", "devices"]))
 def tasks(request: pytest.FixtureRequest) -> list[Any]:
     found: list[Any] = request.getfixturevalue(request.param)
     return found
@@ -60,11 +61,12 @@ def test_a_round_after_each_step_of_sgd_is_synchronous_sgd(tasks):
 
 @pytest.mark.process
 @pytest.mark.nightly
-def test_workers_with_the_same_examples_train_as_one_process_does(tasks):
+@pytest.mark.parametrize("ways", ["more", "devices"])
+def test_workers_with_the_same_examples_train_as_one_process_does(ways, request):
     model = made(SGD(0.05, momentum=0.9), norm=False)
     x, y = (a[::2] for a in TWICE)
     model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-    ours = of(tasks, "alike")
+    ours = of(request.getfixturevalue(ways), "alike")
     assert distance(ours, {"weights": model.get_weights()}) < 1e-6
 
 
@@ -78,9 +80,11 @@ def test_metrics_of_an_epoch_are_sums_over_all_examples(tasks):
 
 
 @pytest.mark.process
-def test_all_replicas_have_the_common_weights_at_the_end_of_an_epoch(workers):
-    for name, chiefs in each(workers[0]["found"].items()):
-        for task in each(workers[1:]):
+@pytest.mark.parametrize("ways", cases(["workers"], ["more"]))
+def test_all_replicas_have_the_common_weights_at_the_end_of_an_epoch(ways, request):
+    chief, *others = request.getfixturevalue(ways)
+    for name, chiefs in each(chief["found"].items()):
+        for task in each(others):
             assert task["found"][name]["digest"] == chiefs["digest"], name
             assert task["found"][name]["at epoch ends"] == chiefs["at epoch ends"], name
             assert task["found"][name]["history"] == chiefs["history"], name
@@ -103,11 +107,12 @@ def test_each_way_of_exchanging_learns(tasks):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("bits", cases([8], [4]))
-def test_rounded_differences_are_close_to_exact_ones(workers, bits):
-    exact = of(workers, "float32")
-    off_by = distance(of(workers, f"int{bits}"), exact)
-    least, most = (0, 2e-3) if bits == 8 else (distance(of(workers, "int8"), exact), 3e-2)
+@pytest.mark.nightly
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounded_differences_are_close_to_exact_ones(more, bits):
+    exact = of(more, "float32")
+    off_by = distance(of(more, f"int{bits}"), exact)
+    least, most = (0, 2e-3) if bits == 8 else (distance(of(more, "int8"), exact), 3e-2)
     assert least < off_by < most
 
 
@@ -132,10 +137,10 @@ def machines() -> list[Any]:
 
 @pytest.mark.process
 @pytest.mark.nightly
-def test_the_replicas_of_a_machine_train_as_one(machines, workers):
+def test_the_replicas_of_a_machine_train_as_one(machines, more):
     """Example j of a batch goes to replica j mod 4: machine a has those of worker 0 of two."""
-    assert distance(of(machines, "mean"), of(workers, "float32")) < 1e-6
-    assert distance(of(machines, "compiled"), of(workers, "float32")) < 1e-6
+    assert distance(of(machines, "mean"), of(more, "float32")) < 1e-6
+    assert distance(of(machines, "compiled"), of(more, "float32")) < 1e-6
     assert [task["found"]["mean"]["iterations"] for task in machines] == [16, 14, 16, 14]
     assert distance(of(machines, "mean"), of(machines, "of each replica")) > 1e-4
 

@@ -135,11 +135,6 @@ def main() -> None:
         "no rate": fitted(keras.optimizers.SGD(0.0), every=3, **devices),
         "streaming": fitted(every=4, outer_optimizer=DILOCO, **parts, **devices),
     }
-    if not devices:
-        found |= {
-            "int8": fitted(every=3, compression="int8"),
-            "float32": fitted(every=3),
-        }
     if devices or "--more" in sys.argv:
         found |= {
             "alike": fitted(momentum, TWICE, 16, every=3, **devices),
@@ -147,6 +142,8 @@ def main() -> None:
         }
     if "--more" in sys.argv:
         found |= {
+            "int8": fitted(every=3, compression="int8"),
+            "float32": fitted(every=3),
             "int4": fitted(every=3, compression="int4"),
             "norm": fitted("adam", norm=True, every=3),
             "all": fitted(every=4, compression="int8", norm=True, **parts),

@@ -230,7 +230,7 @@ def refused(*arguments: Any) -> Any:
 
 def over() -> dict[str, Any]:
     found: dict[str, Any] = {
-        "called again": [called_again(cluster.index)]
+        "called again": called_again(cluster.index)
     }  # before anything sets a global seed
     os.environ[listener.SHARED_MEMORY] = "0"
     rejoin()
@@ -251,12 +251,12 @@ def over() -> dict[str, Any]:
 
 def not_over() -> dict[str, Any]:
     return {
-        "without": trained(),
-        "begun apart, chosen": trained(5 + cluster.index),
-        "agreed, chosen": agreed(cluster.index),
-        "called again, chosen": [called_again(cluster.index)],
-        "trained again, chosen": trained_again(evaluated_first=True),
-        "called by users, chosen": called_by_users(cluster.index),
+        "over": trained(),
+        "begun apart": trained(5 + cluster.index),
+        "agreed": agreed(cluster.index),
+        "called again": called_again(cluster.index),
+        "trained again": trained_again(evaluated_first=True),
+        "called by users": called_by_users(cluster.index),
     }
 
 

@@ -20,7 +20,8 @@ peer.
 TF_CPP_MIN_LOG_LEVEL=2 leaves TensorFlow's errors, and these tell nothing. With ten tasks they hide
 the tasks' own output. The launcher does not print them; the log files keep them. Only these
 messages are hidden: another message of the same source files, such as a driver of the wrong
-version, is printed. Notices checked with TensorFlow 2.18.1 to 2.21.0, follow-up errors with 2.21.0.
+version, is printed. Notices checked with TensorFlow 2.18.1 to 2.22.0rc0, follow-up errors with
+2.21.0.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ _TRACEBACK = "Traceback (most recent call last):"
 _HEAD = r"(?:[IWE]\d{4} [\d:.]+ +\d+ |\d{4}-\d\d-\d\d [\d:.]+: [IWE] (?:[\w.]+/)*)"
 _ABORT = r"base_collective_executor\.cc:\d+\] BaseCollectiveExecutor::StartAbort"
 _REST = r"[^\n]*(?:\n|$)"
+# Lines below an error of CUDA, since TensorFlow 2.22.
+_TRACE = r"(?:=== Source Location Trace: ===[^\n]*\n(?:[\w./]+:\d+[^\n]*\n)*(?:\r?\n)?)?"
 
 _MESSAGES = (
     # (source file, start of the message)
@@ -71,7 +74,7 @@ _NOTICES = re.compile(
         [
             rf"WARNING: All log messages before absl::InitializeLog\(\) is called are writ{_REST}",
             rf"To enable the following instructions: [\w ]+, in other operations, rebuild T{_REST}",
-            *(rf"{_HEAD}{file}:\d+\] {message}{_REST}" for file, message in _MESSAGES),
+            *(rf"{_HEAD}{file}:\d+\] {message}{_REST}{_TRACE}" for file, message in _MESSAGES),
             # A peer is lost: the task that lost it names it in its own error. Errors with another
             # status may be the only report.
             rf"{_HEAD}(?:ring_alg\.cc:\d+\] Aborting Ring\w+ with|{_ABORT}) UNAVAILABLE: {_REST}"
