@@ -14,8 +14,14 @@ from tests.helpers.cases import cases, chosen, each
 from tfmw.train import strategies
 from tfmw.train.mirrored import batch_driver
 
-LOOPS = ["batches_of_many_sizes", "gan"]
-MORE_LOOPS = ["clipped_weights", "weighted_examples", "own_step", "reinforce"]
+LOOPS = ["gan"]
+MORE_LOOPS = [
+    "batches_of_many_sizes",
+    "clipped_weights",
+    "weighted_examples",
+    "own_step",
+    "reinforce",
+]
 
 pytestmark = pytest.mark.process
 

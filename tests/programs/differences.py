@@ -1009,8 +1009,9 @@ def moving_codes() -> keras.Model:
     return compiled(keras.Sequential([encoder(), MovingCodes(), dense(CLASSES)]))
 
 
-EQUAL = [codebook, added_codes, adversarial]
+EQUAL = [codebook, adversarial]
 EQUAL_TOO = [
+    added_codes,
     *(wgan_gp, vae, sharpness_aware, of_constants, sum_by_hand, synchronized_norm),
     *(vq_vae, real_nvp, siamese, deep_fm, distillation, gradient_centralization, mixup),
     *(loss_in_a_function, recurrent, normalized_batches, contrastive, conditional_gan, cycle_gan),
@@ -1382,6 +1383,7 @@ def test_variable_that_the_model_does_not_hold_is_refused(eager: bool, two_repli
         tfmw.fit(model, ONES[0], ONES[1], verbose=0, strategy=two_replicas)
 
 
+@pytest.mark.nightly
 def test_saved_model_that_is_trained_is_refused(two_replicas: Any, tmp_path: Path) -> None:
     encoder().export(tmp_path, verbose=False)
     saved = layers.TFSMLayer(str(tmp_path), call_endpoint="serve", name="saved")
@@ -1416,6 +1418,7 @@ class OwnOptimizer(keras.Model):
         return self.compute_metrics(x, y, self(x))
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras's scheduler of rates
 def test_default_optimizer_that_no_step_uses_stays_unbuilt(two_replicas: Any) -> None:
     gan, (x, y) = OwnOptimizer(), ONES
