@@ -137,8 +137,8 @@ test-nightly: pyproject.toml
 	@rm -rf $(NIGHTLY)/patched && mkdir $(NIGHTLY)/patched  # the hook of docs/contribute/code.md
 	@cp -r $$($(NIGHTLY)/bin/python -c 'import keras; print(keras.__path__[0])') $(NIGHTLY)/patched/keras
 	@patch --quiet --strip 0 --directory $(NIGHTLY)/patched/keras < docs/contribute/keras-runtime.patch
-	@PYTHONPATH=$(NIGHTLY)/patched $(NIGHTLY)/bin/python -m pytest \
-	  $(NIGHTLY)/patched/keras/src/distribution/runtime_test.py tests/upstream/runtime_hook.py
+	@for file in $(NIGHTLY)/patched/keras/src/distribution/runtime_test.py tests/upstream/runtime_hook.py; do \
+	  PYTHONPATH=$(NIGHTLY)/patched $(NIGHTLY)/bin/python -m pytest $$file || exit 1; done
 
 # Tests of others, run through tfmw, beside the same with Keras alone. SUITE: keras, hub (KerasHub) and rs
 # (KerasRS), all of them or as many as SAMPLE says, drawn anew for each commit or by SEED; tf-keras (of
