@@ -46,11 +46,6 @@ def layers_of(model: keras.Model) -> list[Any]:
     return list(model._flatten_layers())
 
 
-def seed_generators_of(model: keras.Model) -> list[Any]:
-    """The seed generators of a model's layers, each once."""
-    return unique(g for layer in layers_of(model) for g in getattr(layer, "_seed_generators", []))
-
-
 @contextlib.contextmanager
 def unseeded_generator() -> Iterator[None]:
     """Ensures in this context that Keras's generator of draws without a seed exists.

@@ -27,12 +27,11 @@ import tensorflow as tf
 from tfmw.compat import memory
 from tfmw.compat.assigned_weights import Assignable
 from tfmw.compat.kept import kept_with
-from tfmw.compat.metric_variables import metric_variables
+from tfmw.compat.metric_variables import leaf_metrics, metric_variables
 from tfmw.compat.models import (
     keep_message,
     layers_of,
     native,
-    seed_generators_of,
     set_native,
     substituted,
     unseeded_state,
@@ -47,8 +46,9 @@ SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: neighbouring replicas have dista
 
 
 def all_variables(model: keras.Model) -> list[Any]:
-    """Every Keras variable of the model, its optimizers and its metrics, each once, in order."""
+    """Every Keras variable of the model, its optimizers, metrics and losses, each once."""
     found = [*model.variables, *_optimizer_state(model), *metric_variables(model)]
+    found += _own_seeds(model)
     return unique(variable for variable in found if isinstance(variable, keras.Variable))
 
 
@@ -88,10 +88,19 @@ def assignable_variables(model: keras.Model) -> dict[int, Assignable]:
 
 
 def seeds_of(model: keras.Model) -> list[Any]:
-    """The state of each seed generator of the model's layers, and of Keras's unseeded generator."""
-    states = [generator.state for generator in seed_generators_of(model)]
+    """The state of each of the model's seed generators, and of Keras's unseeded generator."""
     unseeded = unseeded_state()
-    return states if unseeded is None else [*states, unseeded]
+    return _own_seeds(model) if unseeded is None else [*_own_seeds(model), unseeded]
+
+
+def _own_seeds(model: keras.Model) -> list[Any]:
+    """The state of each seed generator of the model's layers, metrics and losses."""
+    generators = [g for layer in layers_of(model) for g in getattr(layer, "_seed_generators", [])]
+    for owner in [*leaf_metrics(model), *keras.tree.flatten(getattr(model, "loss", None))]:
+        if hasattr(owner, "__dict__"):
+            held = (value for _, value in held_by(owner))
+            generators += [g for g in held if isinstance(g, keras.random.SeedGenerator)]
+    return [generator.state for generator in unique(generators)]
 
 
 @dataclasses.dataclass(frozen=True)
