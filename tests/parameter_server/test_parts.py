@@ -6,6 +6,7 @@ import inspect
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import keras
@@ -179,16 +180,44 @@ def small_model(optimizer="sgd"):
     return model
 
 
-def test_steps_per_epoch_is_required():
-    model, servers = small_model(), cast(Any, None)
-    given = {"model": model, "x": np.zeros([4, 2]), "y": np.zeros(4)}
+def training_on(x, y=None, *, aggregated=None, **given):
+    """A training that does not start, for three workers."""
+    model = small_model()
+    given = {"model": model, "x": x, "y": y, **given}
     parameters = inspect.signature(tfmw.fit).parameters.items()
     defaults = {n: p.default for n, p in parameters if p.kind is not p.VAR_KEYWORD}
-    context = FitContext.of(model, tf.distribute.get_strategy(), "fit")
+    settings = SimpleNamespace(
+        sync_replicas=aggregated is not None, replicas_to_aggregate=aggregated
+    )
+    servers = SimpleNamespace(settings=settings, cluster=SimpleNamespace(workers=[0, 1, 2]))
+    return ParameterServerTraining(
+        FitContext.of(model, tf.distribute.get_strategy(), "fit"),
+        FitArguments(**{**defaults, **given}, given=frozenset(given)),
+        cast(Any, servers),
+        None,
+    )
+
+
+def test_an_epoch_has_as_many_updates_as_take_all_batches():
+    x, y = np.zeros([50, 2]), np.zeros(50)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    assert training_on(x, y, batch_size=7).steps_per_epoch == 8
+    assert training_on(x, y).steps_per_epoch == 2
+    assert training_on(batches).steps_per_epoch == 7
+    assert training_on(batches, steps_per_epoch=20).steps_per_epoch == 20
+    assert training_on(batches, aggregated=2).steps_per_epoch == 4, "two batches for an update"
+
+
+@pytest.mark.parametrize("change", ["filter", "repeat", "function"])
+def test_steps_per_epoch_is_required_for_data_of_unknown_length(change):
+    data = tf.data.Dataset.from_tensor_slices((np.zeros([50, 2]), np.zeros(50))).batch(8)
+    x = {
+        "filter": data.filter(lambda x, y: True),
+        "repeat": data.repeat(),
+        "function": lambda context: data,
+    }[change]
     with pytest.raises(UsageError, match=r"steps_per_epoch was not given.*examples // batch_size"):
-        ParameterServerTraining(
-            context, FitArguments(**{**defaults, **given}, given=frozenset(given)), servers, None
-        )
+        training_on(x)
 
 
 @pytest.mark.parametrize(

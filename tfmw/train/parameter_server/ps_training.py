@@ -29,12 +29,13 @@ class ParameterServerTraining:
     needed: after an epoch, for a backup, at the end.
 
     Args:
-        arguments: arguments of the call; `steps_per_epoch` counts updates, over all workers.
+        arguments: arguments of the call; `steps_per_epoch` counts updates, over all workers. By
+            default they are as many as take all batches of the data, if their number is known.
         record: record of the backup from which the run resumes, or None.
 
     Raises:
-        UsageError: `steps_per_epoch` is missing, or parameter servers do not support an optimizer
-            or layer.
+        UsageError: `steps_per_epoch` is missing for data of unknown length, or parameter servers do
+            not support an optimizer or layer.
     """
 
     trains_in_place = False
@@ -47,18 +48,12 @@ class ParameterServerTraining:
         servers: JoinedCluster,
         record: dict[str, Any] | None,
     ):
-        if arguments.steps_per_epoch is None:
-            raise UsageError(
-                "steps_per_epoch was not given: parameter-server training has no end of the data, "
-                "as each worker reads all of it at its own pace; pass steps_per_epoch=..., the "
-                "number of updates in an epoch, for example examples // batch_size."
-            )
         placement.refuse_raw_variables(context.model)
         placement.refuse_saved_models(context.model)
         self.model = context.model
         self.strategy = tf.distribute.get_strategy()
         self.group = context.group
-        self.steps_per_epoch: int = arguments.steps_per_epoch
+        self.steps_per_epoch = _steps_per_epoch(arguments, servers)
         self.batch_size = arguments.batch_size
         self.steps_done = 0
         self.times: StepTimes | None = None  # workers make the steps
@@ -169,3 +164,20 @@ class ParameterServerTraining:
         if not self._finished:
             self.driver.server_variables.fetch(weights=not self._is_current, slots=slots)
         self._is_current = True
+
+
+def _steps_per_epoch(arguments: FitArguments, servers: JoinedCluster) -> int:
+    """Number of updates in an epoch."""
+    if arguments.steps_per_epoch is not None:
+        return arguments.steps_per_epoch
+    batches = worker_data.number_of_batches(arguments.source)
+    if batches is None:
+        raise UsageError(
+            "steps_per_epoch was not given, and the number of batches of the data is not known: "
+            "workers of parameter servers read the data at their own pace, so only a number of "
+            "updates ends an epoch; pass steps_per_epoch=..., for example examples // batch_size."
+        )
+    settings = servers.settings
+    workers = len(servers.cluster.workers)
+    gradients = (settings.replicas_to_aggregate or workers) if settings.sync_replicas else 1
+    return -(-batches // gradients)

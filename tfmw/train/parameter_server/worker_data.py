@@ -63,6 +63,14 @@ def for_workers(
     return [maker(*each) for each in own], spec
 
 
+def number_of_batches(source: data.Source) -> int | None:
+    """Number of batches of one pass over the data; None if it is infinite or not known."""
+    if source.is_function():
+        return None
+    steps = source.shard(data.Sharding(), _OrderOfWorker(_UNSEEDED)).steps
+    return None if steps == data.INFINITE else steps
+
+
 @dataclasses.dataclass(frozen=True)
 class _OrderOfWorker(data.SharedOrder):
     """Seeds of shuffles that differ between workers."""
