@@ -595,12 +595,12 @@ def tasks() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def chosen() -> list[dict[str, Any]]:
+def over_grpc() -> list[dict[str, Any]]:
     """The same over the collectives of TensorFlow."""
     return trained_over("grpc")
 
 
-@pytest.fixture(params=cases(["tasks"], ["chosen"]))
+@pytest.fixture(params=cases(["tasks"], ["over_grpc"]))
 def either(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = request.getfixturevalue(request.param)
     return found
@@ -617,8 +617,8 @@ class TestTraining:
                 assert task[over]["weights"] == task["over"]["weights"]
 
     @pytest.mark.nightly
-    def test_results_equal_those_of_tensorflows_collectives(self, tasks, chosen):
-        for task, other in zip(tasks, each(chosen), strict=True):
+    def test_results_equal_those_of_tensorflows_collectives(self, tasks, over_grpc):
+        for task, other in zip(tasks, each(over_grpc), strict=True):
             assert task["over"]["weights"] == other["over"]["weights"]
             assert task["called by users"] == other["called by users"]
             assert task["agreed"] == other["agreed"]
@@ -656,14 +656,21 @@ class TestTraining:
             assert second[1] == 0
             assert (third[1] > 0) == (rank == 1 or not alone)
 
+    def test_training_continues_in_cached_traces(self, either):
+        """Traces stay valid after evaluations and between them, over either ring."""
+        first, *others = (task["trained again"]["weights"] for task in either)
+        for weights in each(others):
+            for got, expected in zip(weights, first, strict=True):
+                np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
     def test_an_evaluation_within_a_call_leaves_each_replica_its_random_state(self, either):
         states = [task["trained again"]["states"] for task in either]
         for before, after in (state[i : i + 2] for state in states for i in (0, 2)):
             assert before == after
         assert states[0] != states[1]
 
-    def test_calls_of_tf_distribute_have_the_results_of_tensorflows_strategy(self, tasks):
-        for task in each(tasks):
+    def test_calls_of_tf_distribute_have_the_results_of_tensorflows_strategy(self, either):
+        for task in each(either):
             assert task["called by users"]["replicas"] == 2
             assert task["called by users"]["sum"] == [3.0, 7.5]
             assert task["called by users"]["begun"] == [1.0, 2.5], "the chief's value"
@@ -676,8 +683,8 @@ class TestTraining:
         assert tasks[0]["16 bits"]["weights"] != tasks[0]["over"]["weights"]
 
     @pytest.mark.nightly
-    def test_tensorflows_collectives_use_no_ring(self, chosen):
-        assert [task["over"]["exchanges"] for task in chosen] == [0, 0]
+    def test_tensorflows_collectives_use_no_ring(self, over_grpc):
+        assert [task["over"]["exchanges"] for task in over_grpc] == [0, 0]
 
 
 @pytest.mark.process

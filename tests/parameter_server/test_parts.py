@@ -18,7 +18,7 @@ import tfmw
 from tests.helpers.by_hand import free_addresses
 from tfmw import Cluster, ClusterError, TaskFailed, TfmwError, UsageError, data
 from tfmw.cluster import servers as ps_cluster
-from tfmw.cluster.servers import SILENCE_S, ControlServer, wait_for_end
+from tfmw.cluster.servers import SILENCE_S, ControlServer, ServerSettings, wait_for_end
 from tfmw.train.arguments import FitArguments
 from tfmw.train.checkpoint import compatibility, evaluator, state
 from tfmw.train.checkpoint.store import BackupStore
@@ -181,15 +181,12 @@ def small_model(optimizer="sgd"):
 
 
 def training_on(x, y=None, *, aggregated=None, **given):
-    """A training that does not start, for three workers."""
+    """A training that does not start."""
     model = small_model()
     given = {"model": model, "x": x, "y": y, **given}
     parameters = inspect.signature(tfmw.fit).parameters.items()
     defaults = {n: p.default for n, p in parameters if p.kind is not p.VAR_KEYWORD}
-    settings = SimpleNamespace(
-        sync_replicas=aggregated is not None, replicas_to_aggregate=aggregated
-    )
-    servers = SimpleNamespace(settings=settings, cluster=SimpleNamespace(workers=[0, 1, 2]))
+    servers = SimpleNamespace(settings=ServerSettings(replicas_to_aggregate=aggregated))
     return ParameterServerTraining(
         FitContext.of(model, tf.distribute.get_strategy(), "fit"),
         FitArguments(**{**defaults, **given}, given=frozenset(given)),

@@ -1021,7 +1021,7 @@ class BrokenTies(keras.metrics.MeanMetricWrapper):
         return keras.losses.sparse_categorical_crossentropy(y_true, moved, from_logits=True)
 
 
-class MovedTargets(keras.losses.Loss):
+class MovedPredictions(keras.losses.Loss):
     def __init__(self) -> None:
         super().__init__()
         self.generator = keras.random.SeedGenerator(7)
@@ -1032,7 +1032,7 @@ class MovedTargets(keras.losses.Loss):
 
 
 def seeds_outside_of_layers() -> keras.Model:
-    return compiled(encoder(CLASSES), loss=MovedTargets(), metrics=[BrokenTies()])
+    return compiled(encoder(CLASSES), loss=MovedPredictions(), metrics=[BrokenTies()])
 
 
 EQUAL = [codebook, adversarial, seeds_outside_of_layers]

@@ -73,8 +73,7 @@ class ServerSettings:
 
     # (shape, dtype) -> number of shards of a variable, along the first axis
     partition: Callable[[Sequence[int], tf.DType], int] = lambda shape, dtype: 1
-    sync_replicas: bool = False
-    replicas_to_aggregate: int | None = None  # None: one gradient of each worker
+    replicas_to_aggregate: int | None = None  # None: each gradient is an update
     prefetch_rows: int = 0
     row_compression: str | None = None
 

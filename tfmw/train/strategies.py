@@ -155,9 +155,8 @@ def parameter_server(
             "sync_replicas=True does not have: leave them out, or train asynchronously."
         )
     partition = servers.partition_of(partitioner, min_shard_bytes, len(resolved.ps))
-    joined.settings = servers.ServerSettings(
-        partition, sync_replicas, replicas_to_aggregate, prefetch_rows, row_compression
-    )
+    aggregate = (replicas_to_aggregate or workers) if sync_replicas else None
+    joined.settings = servers.ServerSettings(partition, aggregate, prefetch_rows, row_compression)
     create_on_servers(partition, len(resolved.ps), max_whole_bytes)
     return joined.strategy
 

@@ -67,8 +67,7 @@ class PsDriver:
         settings = servers.settings
         self.server_variables = ServerVariables(model, len(servers.cluster.ps), settings.partition)
         self._steps: WorkerSteps
-        if settings.sync_replicas:
-            aggregate = settings.replicas_to_aggregate or self._workers
+        if (aggregate := settings.replicas_to_aggregate) is not None:
             self._steps = SynchronousSteps(self.server_variables, self._workers, aggregate)
         else:
             travel = RowTransfer(settings.prefetch_rows, settings.row_compression)

@@ -167,7 +167,7 @@ class ParameterServerTraining:
 
 
 def _steps_per_epoch(arguments: FitArguments, servers: JoinedCluster) -> int:
-    """Number of updates in an epoch."""
+    """Number of updates in an epoch: by default as many as take all batches of the data."""
     if arguments.steps_per_epoch is not None:
         return arguments.steps_per_epoch
     batches = worker_data.number_of_batches(arguments.source)
@@ -177,7 +177,4 @@ def _steps_per_epoch(arguments: FitArguments, servers: JoinedCluster) -> int:
             "workers of parameter servers read the data at their own pace, so only a number of "
             "updates ends an epoch; pass steps_per_epoch=..., for example examples // batch_size."
         )
-    settings = servers.settings
-    workers = len(servers.cluster.workers)
-    gradients = (settings.replicas_to_aggregate or workers) if settings.sync_replicas else 1
-    return -(-batches // gradients)
+    return -(-batches // (servers.settings.replicas_to_aggregate or 1))
