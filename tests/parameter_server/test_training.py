@@ -234,6 +234,7 @@ class TestSynchronousUpdates:
         assert found["dropped"] == 0
         assert found["moved"] > 0.1
         assert found["off_by"] < 1e-5, "from one process on the batches of both"
+        assert "/inputs_scale gets new values as gradients" in found["float8"]
 
     @pytest.mark.nightly
     def test_stragglers_gradient_is_dropped(self, run_cluster, tmp_path):

@@ -133,8 +133,15 @@ history = tfmw.fit(
 )
 whole = tf.data.Dataset.from_tensors((x, y)).repeat()
 _of_keras.fit(alone, whole, epochs=2, steps_per_epoch=options.steps, verbose=0)
+scaled, refused = make(), ""
+scaled.quantize("float8")
+try:
+    tfmw.fit(scaled, whole, steps_per_epoch=1, strategy=strategy)
+except tfmw.UsageError as e:
+    refused = str(e)
 _result.write(
     {
+        "float8": refused,
         "loss": history.history["loss"],
         "late": float(np.abs(model.weights[0].numpy() - make().weights[0].numpy())[LATE].max()),
         "iterations": int(model.optimizer.iterations.numpy()),

@@ -152,6 +152,16 @@ def lora_on_int8() -> Case:
     return Case(_with_lora(quantized=True), classes())
 
 
+@row("float8", tol=5e-3)
+def float8() -> Case:
+    """The scales and largest values that Keras computes as gradients are those of all replicas."""
+    model = keras.Sequential(
+        [keras.Input([5]), layers.Dense(4, activation="relu"), layers.Dense(3)]
+    )
+    model.quantize("float8")
+    return Case(compiled(model, adam()), classes())
+
+
 @row("distillation", nightly=True)
 def distillation() -> Case:
     losses = [

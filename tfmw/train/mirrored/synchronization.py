@@ -23,6 +23,7 @@ from tfmw.compat.losses import ReplicaWeight
 from tfmw.train.checkpoint.tensor_files import ReplicaRows
 from tfmw.train.mirrored.cached_driver import cached_driver
 from tfmw.train.mirrored.collectives.reduction import Reduction
+from tfmw.train.mirrored.replicas import flattened, split_as
 from tfmw.train.mirrored.sharded_update import ShardedUpdate
 from tfmw.train.mirrored.sync_driver import SyncDriver
 
@@ -86,11 +87,33 @@ class EachStep:
         complete = {
             id(v): g for g, v in zip(grads, variables, strict=True) if weight.is_complete(g)
         }
+        complete |= self._new_values(grads, variables, weight)
         grads = [None if id(v) in complete else g for g, v in zip(grads, variables, strict=True)]
         grads = weighted(grads, weight, weight.fraction)
         if any(isinstance(grad, tf.IndexedSlices) for grad in grads):
             self._note_gather()
         return _with_complete(update.reduced(grads, variables), complete)
+
+    def _new_values(
+        self, grads: list[Any], variables: list[Any], weight: ReplicaWeight
+    ) -> dict[int, tf.Tensor]:
+        """New values that a step computes as gradients, such as float8's scales, by variable.
+
+        They follow from maxima over the examples. So the maximum over replicas is the value of one
+        process; Keras takes the maximum of accumulated ones, too.
+        """
+        own = {id(v): v for g, v in zip(grads, variables, strict=True) if g is not None}
+        own = {key: v for key, v in own.items() if v.overwrite_with_gradient}
+        if not own or self.reduction.transport.size == 1:
+            return {}
+        values = [g for g, v in zip(grads, variables, strict=True) if id(v) in own]
+        if weight.uneven:
+            values = [_or_zeros(value, weight.examples > 0) for value in values]
+        flat, transport = flattened(values), self.reduction.transport
+        size = flat.shape.num_elements()
+        of_all = transport.gathered(flat, [size * n for n in range(transport.size + 1)])
+        largest = tf.reduce_max(tf.reshape(of_all, [transport.size, size]), axis=0)
+        return dict(zip(own, split_as(largest, values), strict=True))
 
     def gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
         """The slices of all replicas, which layers gather within a step."""

@@ -66,11 +66,18 @@ class SynchronousSteps(WorkerSteps):
                 "sync_replicas=True needs one optimizer, the model has "
                 f"{len(server_variables.optimizers)}."
             )
+        (optimizer,) = server_variables.optimizers
+        for variable in variables_of(optimizer):
+            if variable.overwrite_with_gradient:
+                raise UsageError(
+                    f"{variable.path} gets new values as gradients, as float8's scales do, and "
+                    "sync_replicas=True would take their mean: leave it out, or train without "
+                    "parameter servers."
+                )
         super().__init__(server_variables, workers)
         self.spare_workers = workers - aggregate
         self._aggregate = aggregate
         self._now: Any = None
-        (optimizer,) = server_variables.optimizers
         self._gradients = server_variables.packs(variables_of(optimizer))
         self._accumulators = []
         for number, pack in enumerate(self._gradients):
