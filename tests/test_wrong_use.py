@@ -32,6 +32,14 @@ def batches(rows: int = 8, batch_size: int = 4) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(batch_size)
 
 
+def fit_compiled_anew(moment: str) -> None:
+    """Trains for two epochs, with a callback that compiles the model at each such moment."""
+    model = compiled_model()
+    callback = keras.callbacks.Callback()
+    setattr(callback, moment, lambda *_, **__: model.compile("sgd", "mae"))
+    tfmw.fit(model, batches(), epochs=2, verbose=0, callbacks=[callback])
+
+
 CASES = {
     "an uncompiled model": (
         lambda: tfmw.fit(keras.Sequential([keras.layers.Dense(1)]), batches()),
@@ -72,6 +80,14 @@ CASES = {
     "epochs as text": (
         lambda: tfmw.fit(compiled_model(), batches(), epochs="5"),  # type: ignore[arg-type]
         r"received epochs='5': expected an integer, such as 5",
+    ),
+    "a model that is compiled at the end of an epoch": (
+        lambda: fit_compiled_anew("on_epoch_end"),
+        r"a callback called model\.compile\(\) during fit",
+    ),
+    "a model that is compiled between two batches": (
+        lambda: fit_compiled_anew("on_train_batch_end"),
+        r"a callback called model\.compile\(\) during fit",
     ),
     "an unknown strategy": (
         lambda: tfmw.fit(compiled_model(), batches(), strategy="horovod"),

@@ -30,6 +30,7 @@ from tfmw.cluster.group import Group
 from tfmw.compat import models
 from tfmw.compat.metric_variables import python_logs
 from tfmw.compat.model_methods import saves_by_callbacks
+from tfmw.errors import UsageError
 from tfmw.observe import goodput
 from tfmw.observe.progress import blocking_call, report_progress
 from tfmw.observe.step_times import StepTimes
@@ -196,6 +197,7 @@ class TrainingLoop:
     ):
         self._driver = driver
         self._model = driver.model
+        self._compiled = models.compiled_parts(driver.model)
         self._backups = backups
         self._callbacks = callback_list
         self._epochs = arguments.epochs
@@ -313,6 +315,7 @@ class TrainingLoop:
         driver, backups = self._driver, self._backups
         begun_at = self._step - driver.steps_done
         logs: Logs = {}
+        self._refuse_compiled_anew()
 
         def on_end() -> bool:
             nonlocal logs
@@ -326,6 +329,7 @@ class TrainingLoop:
             )
             self._callbacks.on_train_batch_end(number, logs)
             if self._every_batch:
+                self._refuse_compiled_anew()
                 self._follow_chief()
             return not self._model.stop_training and not any(driver.signals)
 
@@ -344,6 +348,17 @@ class TrainingLoop:
                     backups.leave(self._step)
         driver.end_epoch()
         return dict(logs) or driver.metrics()
+
+    def _refuse_compiled_anew(self) -> None:
+        """Raises UsageError if a callback has called `compile`, whose optimizer no step has."""
+        now = models.compiled_parts(self._model)
+        if any(a is not b for a, b in zip(now, self._compiled, strict=True)):
+            raise UsageError(
+                "a callback called model.compile() during fit, and the steps of this fit keep the "
+                "optimizer, loss, metrics and trainable weights with which it began: call fit "
+                "once for each stage, fit(..., epochs=3), then compile, then fit(..., epochs=6, "
+                "initial_epoch=3)."
+            )
 
     def _end_epoch(self, epoch: int, logs: Logs) -> bool:
         """Ends an epoch; returns whether it was the last one."""
