@@ -43,6 +43,7 @@ class Recorded(keras.Sequential):
         self.calls.append("evaluate")
         return super().evaluate(*args, **kwargs)
 
+    @tf.function
     def train_step(self, data):
         self.recording = True
         logs = super().train_step(data)

@@ -18,6 +18,7 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.python.ops import resource_variable_ops
 
 from tfmw.compat.kept import kept_with
+from tfmw.compat.nested_functions import inlined
 from tfmw.compat.objects import Trainer, overridden, unique
 from tfmw.compat.optimizers import optimizers_of, with_inner_optimizers
 
@@ -179,7 +180,7 @@ def build_all(model: keras.Model, spec: Any) -> None:
     if not own_step or not all(part is None or part.built for part in compiled):
         hidden = [(model, "optimizer", None)] if own_step else []
         try:
-            with overridden(hidden):
+            with overridden(hidden), inlined():
                 model._symbolic_build(data_batch=spec)
         except (RuntimeError, TypeError, AttributeError, NotImplementedError, ValueError) as error:
             if not own_step:
@@ -232,8 +233,11 @@ def _trace_step(model: keras.Model, spec: Any) -> None:
             model.train_step(batch)
 
     every = with_inner_optimizers(*optimizers_of(model))
-    overrides = [(each, "_backend_apply_gradients", lambda *arguments: None) for each in every]
-    with overridden([*overrides, *([] if optimizer is None else [(optimizer, "build", build)])]):
+    overrides: list[Any] = [
+        (each, "_backend_apply_gradients", lambda *arguments: None) for each in every
+    ]
+    overrides += [] if optimizer is None else [(optimizer, "build", build)]
+    with overridden(overrides), inlined():
         tf.function(step, autograph=False).get_concrete_function(spec)
 
 

@@ -48,6 +48,26 @@ def computes_loss() -> Case:
     return Case(compiled(ComputesLoss(), adam()), classes(), predict=None)
 
 
+class Decorated(_Net):
+    """A step, and a method that it calls, are functions of `tf.function`, with a condition."""
+
+    @tf.function
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        if tf.convert_to_tensor(self.optimizer.iterations) < 2:
+            x = tf.zeros_like(x)
+        return super().train_step((self.halved(x), y))
+
+    @tf.function(jit_compile=True)
+    def halved(self, x: Any) -> Any:
+        return x / 2.0
+
+
+@row("train_step in a tf.function", core=True)
+def decorated() -> Case:
+    return Case(compiled(Decorated(), adam()), classes())
+
+
 class LossObject(_Net):
     def __init__(self) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmw.compat.nested_functions import inlined
 from tfmw.data import first_rows, gather_rows, map_tensors, step_of
 from tfmw.data.batches import rows_of
 from tfmw.data.prediction_files import ROW
@@ -36,7 +37,8 @@ def prediction_step(
     def on_replica(parts: Any, counts: Any) -> Any:
         local = replicas.local_index()
         rows = counts[local]
-        outputs = model.predict_step(parts[local])
+        with inlined():
+            outputs = model.predict_step(parts[local])
         if keys:
             outputs = outputs, features_of(parts[local], keys)
         if replicas.count > 1 and split:

@@ -70,9 +70,9 @@ class Replicas:
                 raise
             raise UsageError(
                 "a step applies gradients, or combines other values of all replicas, within "
-                "tf.cond, tf.while_loop or a tf.function of its own. Several replicas of one "
-                "process cannot do so there: apply gradients outside, as an optimizer with "
-                "gradient_accumulation_steps does, or train with one replica in each process."
+                "tf.cond or tf.while_loop. Several replicas of one process cannot do so there: "
+                "apply gradients outside, as an optimizer with gradient_accumulation_steps does, "
+                "or train with one replica in each process."
             ) from None
 
     def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
