@@ -21,8 +21,13 @@ from tfmw.train.checkpoint import resume
 from tfmw.train.mirrored.sync_training import MirroredTraining
 
 
-def compiled_model() -> keras.Model:
-    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+class MakesFunction(keras.Sequential):
+    def make_train_function(self, force=False):
+        return super().make_train_function(force)
+
+
+def compiled_model(of: type[keras.Sequential] = keras.Sequential) -> keras.Model:
+    model = of([keras.Input([3]), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     return model
 
@@ -56,6 +61,10 @@ CASES = {
     "a model function that returns something else": (
         lambda: tfmw.fit(lambda: 3, batches()),
         r"the model function returned int: expected a Keras model",
+    ),
+    "a model that makes Keras's function of a batch": (
+        lambda: tfmw.fit(compiled_model(MakesFunction), batches()),
+        r"MakesFunction overrides make_train_function, and tfmw makes a function of its own",
     ),
     "an empty dataset": (
         lambda: tfmw.fit(compiled_model(), batches(rows=4).take(0)),

@@ -44,6 +44,7 @@ _OF_OBJECTS: dict[Any, str] = {
     DatasetV2: "_functions _inputs _variant_tensor",
     OwnedIterator: "_create_iterator",  # this method sets _iterator_resource
     CancellationManager: "get_cancelable_function",
+    tf.random.Generator: "_prepare_key_counter",
     Context: "configure_coordination_service set_config_key_value get_config_key_value "
     "delete_config_key_value wait_at_barrier report_error_to_cluster",
 }

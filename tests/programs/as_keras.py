@@ -907,6 +907,44 @@ def replicas_keep_seeds_of_their_own(trainer: Any) -> Any:
     return []
 
 
+class Noisy(keras.Model):
+    """Noise of TensorFlow: on the gradient of a weight, and in predictions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.generator = tf.random.Generator.from_seed(2)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        kernel = self.dense.kernel
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.dense(x) - y))
+        gradient = tape.gradient(loss, kernel)
+        noise = tf.random.normal(tf.shape(kernel)) + self.generator.normal(kernel.shape)
+        self.optimizer.apply([gradient + noise], [kernel])
+        return {"loss": loss}
+
+    def predict_step(self, x: Any) -> Any:
+        seeded = tf.random.uniform([tf.shape(x)[0], 3], seed=5)
+        return tf.concat([seeded, self.generator.normal(tf.shape(x))], axis=1)
+
+
+def noise_of_tensorflow(trainer: Any) -> Any:
+    model = Noisy()
+    model(X)
+    model.compile("sgd")
+    trainer.fit(model, X[:20], Y[:20], batch_size=4, shuffle=False)
+    weights = [w.numpy().tolist() for w in model.weights]
+    drawn = trainer.predict(model, X[:20], batch_size=4)
+    assert len({row.tobytes() for row in drawn[:, :3]}) == 20
+    assert len({row.tobytes() for row in drawn[:, 3:]}) == 20
+    return weights
+
+
 def states_of_examples(trainer: Any) -> Any:
     """Errors of each method, of tfmw; nothing of Keras."""
     if not trainer.is_tfmw:
@@ -1076,6 +1114,7 @@ SCENARIOS: list[Callable[[Any], Any]] = [
     swapped_moving_averages_of_weights,
     moving_averages_resumed_within_an_epoch,
     replicas_keep_seeds_of_their_own,
+    noise_of_tensorflow,
     states_of_examples,
     methods_of_the_class,
     a_fit_of_several_trainings,

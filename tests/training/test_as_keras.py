@@ -100,6 +100,7 @@ def test_a_pydataset_without_a_length_is_shuffled() -> None:
 
 # `make test` has the first ones on two workers; `make nightly` has the others, and all on devices.
 SCENARIOS = ["orders_drawn_without_a_seed", "lengths_that_change"]
+ON_WORKERS = ["noise_of_tensorflow"]  # replicas of one process have operations of their own
 SCENARIOS_TOO = [
     "logs_computed_from_logs",
     "callbacks_see_an_ordinary_model",
@@ -188,7 +189,7 @@ def test_two_devices_do_as_keras_in_one_process(devices: dict[str, Any], name: s
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", cases(SCENARIOS, SCENARIOS_TOO))
+@pytest.mark.parametrize("name", cases([*SCENARIOS, *ON_WORKERS], SCENARIOS_TOO))
 def test_two_workers_do_as_keras_in_one_process(
     devices: dict[str, Any], workers: ClusterRun, name: str
 ) -> None:

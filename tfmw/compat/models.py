@@ -18,9 +18,9 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.python.ops import resource_variable_ops
 
 from tfmw.compat.kept import kept_with
-from tfmw.compat.nested_functions import inlined
 from tfmw.compat.objects import Trainer, overridden, unique
 from tfmw.compat.optimizers import optimizers_of, with_inner_optimizers
+from tfmw.compat.replica_steps import replica_step
 
 
 def is_model(candidate: Any) -> bool:
@@ -180,7 +180,7 @@ def build_all(model: keras.Model, spec: Any) -> None:
     if not own_step or not all(part is None or part.built for part in compiled):
         hidden = [(model, "optimizer", None)] if own_step else []
         try:
-            with overridden(hidden), inlined():
+            with overridden(hidden), replica_step():
                 model._symbolic_build(data_batch=spec)
         except (RuntimeError, TypeError, AttributeError, NotImplementedError, ValueError) as error:
             if not own_step:
@@ -237,7 +237,7 @@ def _trace_step(model: keras.Model, spec: Any) -> None:
         (each, "_backend_apply_gradients", lambda *arguments: None) for each in every
     ]
     overrides += [] if optimizer is None else [(optimizer, "build", build)]
-    with overridden(overrides), inlined():
+    with overridden(overrides), replica_step():
         tf.function(step, autograph=False).get_concrete_function(spec)
 
 
@@ -284,8 +284,8 @@ def needs_build(model: keras.Model) -> bool:
 
 
 def overrides_step(model: keras.Model, name: str) -> bool:
-    """Whether the user's class overrides `train_step`, `test_step` or `compute_metrics`."""
-    return getattr(type(model), name) is not getattr(Trainer, name)
+    """Whether a user's model or class overrides `train_step`, `test_step` or `compute_metrics`."""
+    return name in vars(model) or getattr(type(model), name) is not getattr(Trainer, name)
 
 
 def should_validate(model: keras.Model, epoch: int, validation_freq: Any) -> bool:

@@ -14,6 +14,7 @@ from tfmw import data
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.compat import models, placement, runtime
+from tfmw.compat.model_methods import is_overridden
 from tfmw.errors import UsageError
 from tfmw.observe import tracing
 from tfmw.observe.recorded_errors import forget_error, is_secondary, record_error
@@ -50,6 +51,7 @@ class FitContext:
         if method != "fit" and isinstance(strategy, tf.distribute.ParameterServerStrategy):
             strategy = tf.distribute.get_strategy()  # the coordinator runs alone
         _refuse_states_of_examples(model, strategy)
+        _refuse_own_function(model, method)
         if strategies.servers_of(strategy) is not None:
             # only the coordinator calls it
             return cls(model, strategy, Group(0, 1), data.Sharding())
@@ -142,6 +144,18 @@ def _refuse_states_of_examples(model: keras.Model, strategy: tf.distribute.Strat
                 f"its batch, and {strategy.num_replicas_in_sync} replicas divide each batch. "
                 "Expected stateful=False; or train on one replica, tfmw.fit(strategy='default')."
             )
+
+
+def _refuse_own_function(model: keras.Model, method: str) -> None:
+    """Raises UsageError if the model makes the function that Keras's method calls for a batch."""
+    trains, predicts = method in ("fit", "train_on_batch"), method.startswith("predict")
+    kind = "train" if trains else "predict" if predicts else "test"
+    if is_overridden(model, f"make_{kind}_function"):
+        raise UsageError(
+            f"{type(model).__name__} overrides make_{kind}_function, and tfmw makes a function of "
+            f"its own, for several replicas: override {kind}_step instead, which it calls for "
+            "each batch."
+        )
 
 
 @contextlib.contextmanager

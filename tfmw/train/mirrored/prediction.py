@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw.compat.nested_functions import inlined
+from tfmw.compat.replica_steps import replica_step
 from tfmw.data import first_rows, gather_rows, map_tensors, step_of
 from tfmw.data.batches import rows_of
 from tfmw.data.prediction_files import ROW
@@ -37,7 +37,7 @@ def prediction_step(
     def on_replica(parts: Any, counts: Any) -> Any:
         local = replicas.local_index()
         rows = counts[local]
-        with inlined():
+        with replica_step():
             outputs = model.predict_step(parts[local])
         if keys:
             outputs = outputs, features_of(parts[local], keys)

@@ -45,7 +45,7 @@ from tfmw.compat.metric_variables import (
     metric_variables,
     recorded_assignments,
 )
-from tfmw.compat.nested_functions import inlined
+from tfmw.compat.replica_steps import replica_step
 from tfmw.compat.step_hooks import weighting_losses
 from tfmw.data import examples_of, map_tensors, step_of
 from tfmw.observe.progress import report_alive
@@ -345,7 +345,8 @@ class SyncDriver:
                 step = tf.function(step, jit_compile=True, reduce_retracing=True)
             else:
                 step = functools.partial(self._compiled, step, is_own, weight)
-        with inlined():
+        rows = int(weight.examples) if weight is not None and model.run_eagerly else None
+        with replica_step(rows):
             returned = step(batch)
         noted = self._noted if is_own else None
         self.results.logs(kind.name).keep(returned, noted, local, weight)

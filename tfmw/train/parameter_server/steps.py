@@ -38,8 +38,8 @@ from tfmw import data
 from tfmw.compat import models, objects, optimizers, parameter_servers, placement
 from tfmw.compat.assigned_weights import refusing_others
 from tfmw.compat.metric_variables import metric_variables, note_combination, recorded_assignments
-from tfmw.compat.nested_functions import inlined
 from tfmw.compat.objects import contains, unique
+from tfmw.compat.replica_steps import replica_step
 from tfmw.errors import UsageError
 from tfmw.tables.shards import look_up, read_whole
 from tfmw.tables.table import table_of
@@ -313,7 +313,7 @@ class WorkerSteps:
             stack.enter_context(objects.overridden([*lookups, *self._hash_lookups]))
             stack.enter_context(models.substituted(pairs))
             stack.enter_context(refusing_others())
-            stack.enter_context(inlined())
+            stack.enter_context(replica_step())
             return model.train_step(batch)
 
     def _note_assignment(self, variable: Any, value: Any) -> Any:
