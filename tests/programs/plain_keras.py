@@ -1,6 +1,6 @@
 """A script of plain Keras, unchanged: `plain_keras.py MODE FOLDER`.
 
-MODE: all, twice, servers, own_shard or off.
+MODE: all, twice, servers, own_shard, own_loop or off.
 """
 
 import copy
@@ -127,6 +127,8 @@ elif mode == "servers":
 elif mode == "own_shard":
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     network().fit(X[index::2], Y[index::2], verbose=0)
+elif mode == "own_loop":
+    network()(X)
 else:
     train()
 

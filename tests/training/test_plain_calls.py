@@ -63,7 +63,9 @@ def by_keras(mode: str, folder: Path, **variables: str) -> dict[str, Any]:
 @pytest.mark.process
 def test_a_plain_script_has_the_numbers_of_one_process(run_cluster, tmp_path):
     expected = by_keras("all", tmp_path / "keras")
-    chief, other = run_cluster("plain_keras.py", "all", str(tmp_path))
+    run = run_cluster("plain_keras.py", "all", str(tmp_path))
+    chief, other = run
+    assert ALONE not in run.output
     assert chief["numbers"] == other["numbers"]
     assert_equal(chief["numbers"], expected)
     assert chief["drawn"] == other["drawn"], "numbers that the script draws without a seed"
@@ -100,6 +102,15 @@ def test_a_plain_script_that_divides_its_data_is_refused(run_cluster, tmp_path):
     assert "call keras.utils.set_random_seed(0)" in run.output
     assert "pass the same data on every worker" in run.output
     assert run.by_task == {}, "nobody trained"
+
+
+ALONE = "each of the 2 workers has done all of it: in a loop of your own, call model.train_on_batch"
+
+
+@pytest.mark.process
+def test_a_script_that_shares_no_work_is_told_so_by_the_chief(run_cluster, tmp_path):
+    run = run_cluster("plain_keras.py", "own_loop", str(tmp_path))
+    assert run.output.count(ALONE) == 1
 
 
 @pytest.mark.process

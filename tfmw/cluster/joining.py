@@ -129,6 +129,23 @@ def join_for_script() -> None:
     if KERAS not in os.environ and (needed or not alone):
         _keras.by_default = True
         _replace_methods(True)
+        if cluster.is_chief:
+            membership.on_success(_warn_if_each_worked_alone)
+
+
+def _warn_if_each_worked_alone() -> None:
+    """Warns if a script has used TensorFlow, but not its cluster."""
+    joined = membership.joined()
+    if joined is None or joined.made is not None or not _keras.by_default:
+        return
+    from tfmw.compat import runtime
+
+    if runtime.runtime_started():
+        logger.warning(
+            "the script called no method of Keras that shares the work, such as fit, so each of "
+            "the %d workers has done all of it: in a loop of your own, call model.train_on_batch.",
+            joined.cluster.num_workers,
+        )
 
 
 @dataclasses.dataclass
