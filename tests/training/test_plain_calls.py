@@ -362,6 +362,23 @@ def test_keras_own_backups_are_tfmws(script: Script, tmp_path: Path) -> None:
     np.testing.assert_array_equal(got[0], expected[0])
 
 
+def test_keras_own_backups_continue_in_the_next_call_after_an_error(tmp_path: Path) -> None:
+    expected, model = network(), network()
+    begun: list[int] = []
+    expected.fit(X, Y, epochs=3, verbose=0)
+
+    def fit(fails_in: int | None) -> None:
+        callbacks = [keras.callbacks.BackupAndRestore(tmp_path), Stops(begun.append, fails_in)]
+        model.fit(X, Y, epochs=3, verbose=0, callbacks=callbacks)
+
+    with tfmw.options():
+        with pytest.raises(Killed):
+            fit(fails_in=1)
+        fit(fails_in=None)
+    assert begun == [0, 1, 1, 2]
+    np.testing.assert_array_equal(model.get_weights()[0], expected.get_weights()[0])
+
+
 @pytest.fixture(params=["directory", "bucket"])
 def backups(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -123,7 +123,12 @@ def plain_call(
         backup.backup_dir = os.path.join(backup.backup_dir, name_of_call)
         others = [c for c in tf.nest.flatten(passed.get("callbacks")) if not _is_backup(c)]
         passed["callbacks"] = [*(c for c in others if c is not None), backup]
-        result = function(model, **passed, **{**settings, "backup_dir": None})
+        try:
+            result = function(model, **passed, **{**settings, "backup_dir": None})
+        except BaseException:
+            if settings.get("backup_dir") is None:  # as Keras's callback, the next call continues
+                _counts.subtract([_digest_in(name_of_call)])
+            raise
         if membership.current_cluster().is_chief:
             membership.on_success(functools.partial(_remove_empty, backup.backup_dir))
         return result
@@ -188,6 +193,11 @@ def _folder(
             return choose()
         name: str = Group.of(chosen).from_chief(choose)
         return name
+
+
+def _digest_in(name: str) -> str:
+    """The digest of a call in the name of its folder."""
+    return name.split("-")[1]
 
 
 def _description(model: Any, passed: Mapping[str, Any]) -> str:
