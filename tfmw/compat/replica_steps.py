@@ -103,11 +103,11 @@ _APART = 0x3C6EF373  # replicas' seeds are this far apart, modulo the greatest o
 _MOST = 2**31 - 1
 
 
-def _draw(original: Any, shape: Any, *arguments: Any, seed2: Any = None, **named: Any) -> Any:
+def _draw(original: Any, shape: Any, *arguments: Any, **named: Any) -> Any:
     """Draws by an operation with two seeds, which TensorFlow draws if there are none."""
-    if seed2 is not None and _is_of_examples(shape):
-        seed2 = (seed2 + _replica() * _APART) % _MOST
-    return original(shape, *arguments, seed2=seed2, **named)
+    if named.get("seed2") is not None and _is_of_examples(shape):
+        named["seed2"] = (named["seed2"] + _replica() * _APART) % _MOST
+    return original(shape, *arguments, **named)
 
 
 def _key_and_counter(original: Any, generator: Any, shape: Any) -> Any:

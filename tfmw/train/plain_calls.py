@@ -127,7 +127,7 @@ def plain_call(
             result = function(model, **passed, **{**settings, "backup_dir": None})
         except BaseException:
             if settings.get("backup_dir") is None:  # as Keras's callback, the next call continues
-                _counts.subtract([_digest_in(name_of_call)])
+                _counts.subtract([name_of_call.split("-")[1]])  # of fit-<digest>-<number>
             raise
         if membership.current_cluster().is_chief:
             membership.on_success(functools.partial(_remove_empty, backup.backup_dir))
@@ -193,11 +193,6 @@ def _folder(
             return choose()
         name: str = Group.of(chosen).from_chief(choose)
         return name
-
-
-def _digest_in(name: str) -> str:
-    """The digest of a call in the name of its folder."""
-    return name.split("-")[1]
 
 
 def _description(model: Any, passed: Mapping[str, Any]) -> str:
