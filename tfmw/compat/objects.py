@@ -58,6 +58,31 @@ def overridden(overrides: list[tuple[Any, str, Any]]) -> Iterator[None]:
                 vars(obj)[name] = value
 
 
+def install_hooks(
+    hooks: Iterable[tuple[Any, str, Callable[..., Any]]], current: Callable[[], Any]
+) -> None:
+    """Replaces functions of modules and classes for the whole process.
+
+    Args:
+        hooks: (owner, name of a function, its replacement). The function calls
+            `replacement(current(), original, ...)`, and the original if `current()` is None.
+        current: returns the state of this thread.
+    """
+
+    def hooked(original: Callable[..., Any], replacement: Callable[..., Any]) -> Any:
+        @functools.wraps(original)
+        def function(*arguments: Any, **named: Any) -> Any:
+            state = current()
+            if state is None:
+                return original(*arguments, **named)
+            return replacement(state, original, *arguments, **named)
+
+        return function
+
+    for owner, name, replacement in hooks:
+        setattr(owner, name, hooked(getattr(owner, name), replacement))
+
+
 _overriding = threading.RLock()
 
 

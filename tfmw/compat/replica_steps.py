@@ -17,6 +17,7 @@ one process. Keras's generators of seeds differ by replica (`placement.py`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from typing import Any
@@ -28,15 +29,15 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function as
 from tensorflow.python.ops import gen_random_ops
 from tensorflow.python.util import tf_decorator
 
-from tfmw.compat.objects import overridden
+from tfmw.compat.objects import install_hooks, overridden
 
 
-class _Thread(threading.local):  # MirroredStrategy traces each replica in a thread of its own
-    in_step = False
-    rows: int | None = None  # number of examples, if the step runs eagerly
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    rows: int | None  # number of the replica's examples, if the step runs eagerly
 
 
-_thread = _Thread()
+_thread = threading.local()  # MirroredStrategy traces each replica in a thread of its own
 
 
 def replica_step(rows: int | None = None) -> contextlib.AbstractContextManager[None]:
@@ -46,7 +47,7 @@ def replica_step(rows: int | None = None) -> contextlib.AbstractContextManager[N
         rows: the number of the replica's examples, if it runs eagerly.
     """
     _install_hooks()
-    return overridden([(_thread, "in_step", True), (_thread, "rows", rows)])
+    return overridden([(_thread, "step", _Step(rows))])
 
 
 @functools.cache
@@ -56,18 +57,7 @@ def _install_hooks() -> None:
         (tf.random.Generator, "_prepare_key_counter", _key_and_counter),
         *[(gen_random_ops, name, _draw) for name in _DRAWS],
     ]
-    for owner, name, replacement in hooks:
-        setattr(owner, name, _hooked(getattr(owner, name), replacement))
-
-
-def _hooked(original: Any, replacement: Any) -> Any:
-    @functools.wraps(original)
-    def function(*arguments: Any, **named: Any) -> Any:
-        if _thread.in_step:
-            return replacement(original, *arguments, **named)
-        return original(*arguments, **named)
-
-    return function
+    install_hooks(hooks, lambda: getattr(_thread, "step", None))
 
 
 # ---------------------------------------------------------------- functions of tf.function
@@ -75,7 +65,7 @@ def _hooked(original: Any, replacement: Any) -> Any:
 _LIBRARIES = ("keras.", "tensorflow.", "tfmw.")
 
 
-def _call_function(original: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+def _call_function(_: _Step, original: Any, function: Any, *arguments: Any, **named: Any) -> Any:
     if not _is_of_user(function):
         return original(function, *arguments, **named)
     python_function, status = function.python_function, ag_ctx.Status.DISABLED
@@ -103,27 +93,27 @@ _APART = 0x3C6EF373  # replicas' seeds are this far apart, modulo the greatest o
 _MOST = 2**31 - 1
 
 
-def _draw(original: Any, shape: Any, *arguments: Any, **named: Any) -> Any:
+def _draw(step: _Step, original: Any, shape: Any, *arguments: Any, **named: Any) -> Any:
     """Draws by an operation with two seeds, which TensorFlow draws if there are none."""
-    if named.get("seed2") is not None and _is_of_examples(shape):
+    if named.get("seed2") is not None and _is_of_examples(step, shape):
         named["seed2"] = (named["seed2"] + _replica() * _APART) % _MOST
     return original(shape, *arguments, **named)
 
 
-def _key_and_counter(original: Any, generator: Any, shape: Any) -> Any:
+def _key_and_counter(step: _Step, original: Any, generator: Any, shape: Any) -> Any:
     """The key and counter of a draw from a `tf.random.Generator`."""
     key, counter = original(generator, shape)
-    if _is_of_examples(shape):
+    if _is_of_examples(step, shape):
         key = tf.bitwise.bitwise_xor(key, tf.constant(_replica() * _APART, key.dtype))
     return key, counter
 
 
-def _is_of_examples(shape: Any) -> bool:
+def _is_of_examples(step: _Step, shape: Any) -> bool:
     """Whether a shape has the size of a batch, which is unknown while a step is traced."""
     known = tf.get_static_value(tf.convert_to_tensor(shape))
-    if known is None or _thread.rows is None:
+    if known is None or step.rows is None:
         return known is None
-    return list(known[:1]) == [_thread.rows]  # a guess: a weight may have as many rows
+    return list(known[:1]) == [step.rows]  # a guess: a weight may have as many rows
 
 
 def _replica() -> int:

@@ -28,7 +28,13 @@ from tfmw.compat.dataflow.walk import Dataflow, without_identity
 from tfmw.compat.gradients import graph_gradients, tape_gradient
 from tfmw.compat.graph import is_symbolic
 from tfmw.compat.losses import ReplicaWeight, current_weight, tracing_with
-from tfmw.compat.objects import BaseTrainer, Trainer, backend_module, overridden
+from tfmw.compat.objects import (
+    BaseTrainer,
+    Trainer,
+    backend_module,
+    install_hooks,
+    overridden,
+)
 
 keras_nn = backend_module("nn")
 
@@ -47,21 +53,7 @@ def weighting_losses(weight: ReplicaWeight | None) -> Iterator[None]:
 @functools.cache
 def _install_hooks() -> None:
     """Replaces functions of Keras and TensorFlow with ones that apply `current_weight()`."""
-    for owner, name, replacement in HOOKS:
-        setattr(owner, name, _hooked(getattr(owner, name), replacement))
-
-
-def _hooked(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls `replacement(weight, original, ...)` if there is a current weight, else `original`."""
-
-    @functools.wraps(original)
-    def function(*arguments: Any, **named: Any) -> Any:
-        weight = current_weight()
-        if weight is None:
-            return original(*arguments, **named)
-        return replacement(weight, original, *arguments, **named)
-
-    return function
+    install_hooks(HOOKS, current_weight)
 
 
 # ---------------------------------------------------------------- Keras's losses
@@ -386,4 +378,4 @@ HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     *[(tf.nn, name, _sparse_lookup) for name in _SPARSE_LOOKUPS],
     *assigned_weights.HOOKS,
 ]
-"""(owner, name of a function, its replacement; see `_hooked`)."""
+"""(owner, name of a function, its replacement; see `install_hooks`)."""

@@ -102,14 +102,15 @@ class EachStep:
         They follow from maxima over the examples. So the maximum over replicas is the value of one
         process; Keras takes the maximum of accumulated ones, too.
         """
-        own = {id(v): v for g, v in zip(grads, variables, strict=True) if g is not None}
-        own = {key: v for key, v in own.items() if v.overwrite_with_gradient}
-        if not own or self.reduction.transport.size == 1:
+        pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
+        own = {id(v): g for g, v in pairs if v.overwrite_with_gradient}
+        transport = self.reduction.transport
+        if not own or transport.size == 1:
             return {}
-        values = [g for g, v in zip(grads, variables, strict=True) if id(v) in own]
+        values = list(own.values())
         if weight.uneven:
             values = [_or_zeros(value, weight.examples > 0) for value in values]
-        flat, transport = flattened(values), self.reduction.transport
+        flat = flattened(values)
         size = flat.shape.num_elements()
         of_all = transport.gathered(flat, [size * n for n in range(transport.size + 1)])
         largest = tf.reduce_max(tf.reshape(of_all, [transport.size, size]), axis=0)
