@@ -47,7 +47,7 @@ SHARDED = sorted(
     & set(_runs_on("two", list(ROWS)))
 )
 
-PLAIN = _runs_on("two", list(ROWS))[::2]
+PLAIN = _runs_on("two", list(ROWS))
 
 # Column -> (worker processes, virtual devices of each, its rows).
 CLUSTERS = {

@@ -42,9 +42,9 @@ class _Compiles(keras.callbacks.Callback):
 
 @row("jit_compile", only=("two",), nightly=True)
 def jit_compile() -> Case:
-    # The gradients, and the update.
-    ours = {"callbacks": [_Compiles(2)]}
-    return Case(compiled(mlp(), adam(), jit_compile=True), classes(40), ours=ours)
+    fit = {"callbacks": [_Compiles(2)]}  # The gradients, and the update.
+    alone = {"callbacks": []}
+    return Case(compiled(mlp(), adam(), jit_compile=True), classes(40), fit=fit, reference=alone)
 
 
 @row("jit_compile, several replicas in a process", warns="jit_compile is off", only=("devices",))
