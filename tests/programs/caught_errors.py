@@ -57,6 +57,11 @@ class Positive(keras.layers.Layer):
             return tf.identity(inputs)
 
 
+def differs() -> keras.Model:
+    """A model with another dropout rate on each task."""
+    return model(keras.layers.Dropout(0.1 * (1 + cluster.index)))
+
+
 WRONG = {
     "compile": lambda: fit(keras.Sequential([keras.layers.Dense(1)])),
     "arguments": lambda: fit(class_weight={0: 1.0}, sample_weight=np.ones(12)),
@@ -65,9 +70,13 @@ WRONG = {
     "callback": lambda: fit(callbacks=[RaisesInStepTwo()], backup_dir=backups, backup_every=1),
     "evaluate": lambda: tfmw.evaluate(model(CannotBeBuilt()), x, y, verbose=0),
     "batch": lambda: tfmw.train_on_batch(model(CannotBeBuilt()), x, y),
+    "settings": lambda: fit(differs()),
+    "class weights": lambda: fit(class_weight={0: 1.0 + cluster.index}),
+    "settings of a batch": lambda: tfmw.train_on_batch(differs(), x, y),
 }
 first = fit()
 caught: dict[str, str] = {}
+messages: dict[str, str] = {}
 then: dict[str, Any] = {}
 BY_KIND = {"alike": WRONG, "apart": ["callback"], "servers": ["compile", "build", "callback"]}
 for name in BY_KIND[how]:
@@ -75,6 +84,7 @@ for name in BY_KIND[how]:
         WRONG[name]()
     except Exception as error:
         caught[name] = type(error).__name__
+        messages[name] = str(error)
     try:
         then[name] = fit()
     except Exception as error:
@@ -82,4 +92,4 @@ for name in BY_KIND[how]:
 if how != "apart":
     raises = False
     then["resumed"] = fit(callbacks=[RaisesInStepTwo()], backup_dir=backups, backup_every=1)
-write({"first": first, "caught": caught, "then": then})
+write({"first": first, "caught": caught, "messages": messages, "then": then})

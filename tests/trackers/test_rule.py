@@ -59,6 +59,13 @@ class OfPackage(keras.callbacks.Callback):
     __module__ = "aim.keras"
 
 
+def trial(storage: str) -> Any:
+    """A trial of Optuna, of a study in this kind of storage."""
+    made = type("Trial", (), {"__module__": "optuna.trial._trial"})()
+    made.storage = type(storage, (), {"__module__": "optuna.storages"})()
+    return made
+
+
 class OwnClient:
     """A client of no known library, recognized by its methods."""
 
@@ -130,6 +137,7 @@ def of_dvclive() -> keras.callbacks.Callback:
         OfPackage,
         lambda: Given(OwnClient()),
         lambda: Given(OwnBoard()),
+        lambda: Given(trial("_CachedStorage")),
         of_comet,
         of_neptune,
         of_aim,
@@ -145,6 +153,7 @@ def test_callbacks_that_log(make: Any) -> None:
     "make",
     [
         Plain,
+        lambda: Given(trial("InMemoryStorage")),
         NamesModule,
         LogsItself,
         keras.callbacks.EarlyStopping,

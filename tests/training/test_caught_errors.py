@@ -25,7 +25,15 @@ def test_the_cluster_is_usable_after_an_error_of_all_tasks(run_cluster, collecti
             "callback": "LookupError",
             "evaluate": "ValueError",
             "batch": "ValueError",
+            "settings": "UsageError",
+            "class weights": "UsageError",
+            "settings of a batch": "UsageError",
         }
+        rates = "about layer 2: Dropout, rate: worker 0 has 0.1, worker 1 has 0.2. Run"
+        assert rates in result["messages"]["settings"]
+        assert rates in result["messages"]["settings of a batch"]
+        weights = "about class_weight: worker 0 has '{0: 1.0}', worker 1 has '{0: 2.0}'. Run"
+        assert weights in result["messages"]["class weights"]
         assert result["then"] == dict.fromkeys([*result["caught"], "resumed"], result["first"])
     assert_complete(tmp_path / "backups")  # the run that resumed
 

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -224,17 +225,23 @@ class Group:
         """Raises UsageError on every task if tasks differ in one of `facts`.
 
         Args:
-            facts: name -> JSON value, such as {"epochs": 3}.
+            facts: name -> JSON value, such as {"epochs": 3}. Floats may have rounding errors.
         """
         chief, *others = self.from_all(facts)
         for rank, remote in enumerate(others, start=1):
             for name in chief:
-                if remote.get(name) != chief[name]:
+                if not _is_equal(chief[name], remote.get(name)):
                     raise UsageError(
                         f"tasks disagree about {name}: worker 0 has {chief[name]!r}, worker "
                         f"{rank} has {remote.get(name)!r}. Run the same script with the same "
-                        "arguments on every task."
+                        "arguments on every task, and draw random values with the same seed."
                     )
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-5) or (math.isnan(a) and math.isnan(b))
+    return bool(a == b)
 
 
 def _same(value: Any) -> Any:

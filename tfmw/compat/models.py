@@ -35,6 +35,14 @@ def compiled_parts(model: keras.Model) -> list[Any]:
     return [optimizer, model._compile_loss, model._compile_metrics]
 
 
+def loss_arguments(model: keras.Model) -> dict[str, Any]:
+    """Settings that a loss's configuration lacks: its weight, and such as a Huber loss's delta."""
+    weights = getattr(getattr(model, "_compile_loss", None), "_user_loss_weights", None)
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    arguments = [getattr(loss, "_fn_kwargs", {}) for loss in losses]
+    return {"loss_weights": weights, "arguments of losses": arguments}
+
+
 class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights
 """(y, class_weight) -> the weight of each example, float32 [examples]."""
 

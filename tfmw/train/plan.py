@@ -209,6 +209,7 @@ class Plan:
                 "steps per epoch": training.steps_per_epoch,
                 "the batch size": training.batch_size,
                 "the number of weights": sum(math.prod(w.shape) for w in context.model.weights),
+                "class_weight": str(arguments.class_weight),
                 "validation_freq": str(arguments.validation_freq),
                 "steps_per_execution": context.model.steps_per_execution,
                 "backup_every": str(arguments.backup_every),

@@ -43,7 +43,7 @@ class _Compiles(keras.callbacks.Callback):
 @row("jit_compile", only=("two",), nightly=True)
 def jit_compile() -> Case:
     fit = {"callbacks": [_Compiles(2)]}  # The gradients, and the update.
-    alone = {"callbacks": []}
+    alone: dict[str, Any] = {"callbacks": []}
     return Case(compiled(mlp(), adam(), jit_compile=True), classes(40), fit=fit, reference=alone)
 
 

@@ -137,10 +137,15 @@ def logs_to_tracker(callback: Any) -> bool:
     It does if its class, or a base class, belongs to one of `PACKAGES`. It also does if an
     attribute is an object of such a class (a run, an experiment), a client, or a writer of
     TensorBoard's events.
+
+    A trial of a study of Optuna in memory is no tracker: each task has its own, and reports to it.
     """
+    parts = list(getattr(callback, "__dict__", {}).values())
+    if any(type(getattr(part, "storage", None)).__name__ == "InMemoryStorage" for part in parts):
+        return False
     if any(_package(kind) in PACKAGES for kind in type(callback).__mro__):
         return True
-    return any(_is_of_tracker(type(value)) for value in getattr(callback, "__dict__", {}).values())
+    return any(_is_of_tracker(type(part)) for part in parts)
 
 
 def _package(kind: type) -> str:

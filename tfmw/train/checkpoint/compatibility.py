@@ -1,7 +1,8 @@
-"""Comparison of a backup with a model.
+"""Comparison of a model with a backup, and with the models of other tasks.
 
     lines = signature(model, batch_size)
     refuse_other(record, lines, "/shared/backups/run7")     # UsageError with the first difference
+    settings(model)                      # {"layer 3: Dropout, rate": 0.1, ...}, for other tasks
 
 Releases of Keras describe the same model in different ways: with new settings, other names of an
 optimizer's variables (`SGD/`, `sgd/`), or 0.01 rounded to float32. If a backup was written with
@@ -15,6 +16,8 @@ import itertools
 import json
 import math
 import re
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,7 +30,7 @@ from tfmw.train.checkpoint.state import named, plain
 
 # Lines of `signature`, such as "layer 3: Dense, units: 4" and "variable sgd/dense_kernel: float32
 # (3, 4)".
-_SETTING = re.compile(r"((?:layer \d+|optimizer|object): \w+, \w+): (.*)", re.DOTALL)
+_SETTING = re.compile(r"((?:layer \d+|optimizer|object|metric .*): \w+, \w+): (.*)", re.DOTALL)
 _VARIABLE = re.compile(r"variable (?:.*/)?([^/]*): (\w+ \(.*\))", re.DOTALL)
 
 
@@ -52,11 +55,7 @@ def signature(model: keras.Model, batch_size: int | None) -> list[str]:
 
 def _described(what: str, part: Any) -> list[str]:
     """One line for the class of a layer, optimizer or loss, and one for each setting."""
-    kind = f"{what}: {type(part).__name__}"
-    try:
-        config = dict(part.get_config())
-    except (NotImplementedError, TypeError, ValueError, AttributeError):
-        return [kind]
+    kind, config = f"{what}: {type(part).__name__}", _config(part)
     # These differ between runs of the same model, or have their own lines.
     for name in ("name", "learning_rate", "layers", "build_config", "inner_optimizer"):
         config.pop(name, None)
@@ -67,6 +66,16 @@ def _described(what: str, part: Any) -> list[str]:
         for name, value in config.items()
     }
     return [kind, *(f"{kind}, {name}: {settings[name]}" for name in sorted(settings))]
+
+
+def _config(part: Any) -> dict[str, Any]:
+    """The configuration of a Keras object; {} if it has none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of lambdas, which a saved model could not load
+            return dict(part.get_config())
+    except (NotImplementedError, TypeError, ValueError, AttributeError):
+        return {}
 
 
 def _without_numbers(value: Any) -> Any:
@@ -89,6 +98,44 @@ def _loss(loss: Any) -> str:
     if isinstance(loss, keras.losses.Loss):
         return "; ".join(_described("object", loss))
     return str(getattr(loss, "__name__", loss if isinstance(loss, str) else type(loss).__name__))
+
+
+def settings(model: keras.Model) -> dict[str, Any]:
+    """Name -> JSON value of each setting in which the models of all tasks must agree.
+
+    All tasks take the learning rate, seeds and initial values from the chief. Paths of files and
+    code depend on the host.
+    """
+    lines = [line for line in signature(model, None) if not line.startswith("variable ")]
+    for metric in leaf_metrics(model):
+        lines += _described(f"metric {plain(metric.name)}", metric)[1:]
+    found: dict[str, Any] = dict(models.loss_arguments(model))
+    for optimizer in optimizers.optimizers_of(model):
+        rate = _config(optimizer).get("learning_rate")
+        found["learning_rate"] = rate if isinstance(rate, dict) else None
+    known: Counter[str] = Counter()
+    for line in _split(lines):
+        match = _SETTING.fullmatch(line)
+        name, value = (match[1], json.loads(match[2])) if match else line.split(": ", 1)
+        known[name] += 1
+        found[f"{name} ({known[name]})" if known[name] > 1 else name] = value
+    return {name: _of_all(value) for name, value in found.items() if not _is_taken(name)}
+
+
+def _of_all(value: Any) -> Any:
+    """A configuration without what may differ between tasks."""
+    if isinstance(value, dict):
+        return {k: _of_all(v) for k, v in value.items() if not _is_taken(k)}
+    if isinstance(value, list | tuple):
+        return list(map(_of_all, value))
+    if isinstance(value, str):
+        return "a path, or code" if {*"/\\\n"} & {*value} else plain(value)
+    return value if isinstance(value, bool | int | float | None) else type(value).__name__
+
+
+def _is_taken(name: Any) -> bool:
+    """Whether all tasks take a setting, or what depends on it, from the chief."""
+    return str(name).endswith(("initializer", "seed"))
 
 
 def refuse_other(record: Mapping[str, Any], current: list[str], path: str) -> None:

@@ -22,26 +22,38 @@ from tfmw.compat import placement
 from tfmw.compat.memory import new_tensor, view_of
 from tfmw.train.mirrored.collectives.connection import ring_of
 from tfmw.train.mirrored.replicas import in_packs
+from tfmw.train.mirrored.settings import Settings
 
 _LARGE = 1 << 18  # bytes from which on TensorFlow's checksum is faster
 
 
-def agree(group: Group, strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> list[Any]:
+def agree(
+    group: Group,
+    strategy: tf.distribute.Strategy,
+    variables: Sequence[Any],
+    settings: Settings | None = None,
+) -> list[Any]:
     """Sets Keras variables to the chief's values on all workers. All workers must call it.
 
     Args:
         group: tasks of `strategy`.
         variables: the same variables on all workers, in the same order. Strings are not changed.
+        settings: settings that have to be equal on all workers.
 
     Returns:
         The variables that differed, in order.
+
+    Raises:
+        UsageError: the settings differ; raised on all workers.
     """
     if group.size == 1:
         return []
     values = [placement.local_copies(strategy, v) for v in variables]
     # `value()` takes a third of the time of `read_value`.
     own = [[checksum(c.value()) for c in v if c.dtype != tf.string] for v in values]
-    everyone = group.from_all(own)
+    digests, everyone = zip(*group.from_all([settings and settings.digest, own]), strict=True)
+    if settings is not None and len(set(digests)) > 1:
+        group.require_same(settings.read())
     differs = [any(s != sums[0] for s in sums) for sums in zip(*everyone, strict=True)]
     different = [copies for copies, d in zip(values, differs, strict=True) if d]
     if different:

@@ -55,6 +55,7 @@ from tfmw.train.epoch_iterator import DriverCall
 from tfmw.train.mirrored.agreement import agree, checksum
 from tfmw.train.mirrored.metrics import Noted, ReplicaMetrics, ReplicaState, noted_results
 from tfmw.train.mirrored.replicas import Replicas, Traces
+from tfmw.train.mirrored.settings import Settings
 from tfmw.train.mirrored.sharded_update import ShardedUpdate, sharded_updates
 from tfmw.train.mirrored.step_loops import step_loop
 
@@ -105,6 +106,7 @@ class SyncDriver:
         self.exchanges = self._needed = Exchanges(gradients=own_eager)
         self._assignable: dict[int, Assignable] = {}
         self._stack = contextlib.ExitStack()
+        self._settings = Settings(model) if self.replicas.group.size > 1 else None
         self._noted: Noted = []  # metrics' results in the step that is being traced
         self._warned: set[str] = set()
 
@@ -128,7 +130,8 @@ class SyncDriver:
             placement.refuse_other_scope(model, self.strategy)
             enter(sharded_updates(model, self.updates))
             with self.replicas.lost_peer_named():
-                agree(group, self.strategy, placement.shared_variables(model))
+                variables = placement.shared_variables(model)
+                agree(group, self.strategy, variables, self._settings)
             self._placement = enter(placement.placed(model, self.strategy, self.copies))
             variables = model.trainable_variables
             for update in self.updates:
