@@ -72,6 +72,10 @@ WRONG = {
     "batch": lambda: tfmw.train_on_batch(model(CannotBeBuilt()), x, y),
     "settings": lambda: fit(differs()),
     "class weights": lambda: fit(class_weight={0: 1.0 + cluster.index}),
+    "shuffle": lambda: fit(shuffle=bool(cluster.index)),
+    "validation": lambda: fit(validation_data=(x, y) if cluster.index else None),
+    "steps of evaluate": lambda: tfmw.evaluate(model(), x, y, steps=1 + cluster.index),
+    "batches of predict": lambda: tfmw.predict(model(), x, batch_size=4 + 4 * cluster.index),
     "settings of a batch": lambda: tfmw.train_on_batch(differs(), x, y),
 }
 first = fit()

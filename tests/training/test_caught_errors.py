@@ -27,13 +27,23 @@ def test_the_cluster_is_usable_after_an_error_of_all_tasks(run_cluster, collecti
             "batch": "ValueError",
             "settings": "UsageError",
             "class weights": "UsageError",
+            "shuffle": "UsageError",
+            "validation": "UsageError",
+            "steps of evaluate": "UsageError",
+            "batches of predict": "UsageError",
             "settings of a batch": "UsageError",
         }
         rates = "about layer 2: Dropout, rate: worker 0 has 0.1, worker 1 has 0.2. Run"
         assert rates in result["messages"]["settings"]
         assert rates in result["messages"]["settings of a batch"]
-        weights = "about class_weight: worker 0 has '{0: 1.0}', worker 1 has '{0: 2.0}'. Run"
-        assert weights in result["messages"]["class weights"]
+        for name, sentence in {
+            "class weights": "about class_weight: worker 0 has {'0': 1.0}, worker 1 has",
+            "shuffle": "about shuffle: worker 0 has False, worker 1 has True. Run",
+            "validation": "about validation_data: worker 0 has 'none', worker 1 has 'some'. Run",
+            "steps of evaluate": "about steps: worker 0 has 1, worker 1 has 2. Run",
+            "batches of predict": "about batch_size: worker 0 has 4, worker 1 has 8. Run",
+        }.items():
+            assert sentence in result["messages"][name]
         assert result["then"] == dict.fromkeys([*result["caught"], "resumed"], result["first"])
     assert_complete(tmp_path / "backups")  # the run that resumed
 

@@ -32,7 +32,7 @@ _ROOT_CAUSE_S = 2.0  # time in which a failed task reports its error before it e
 
 _ALIKE_S = 10.0  # time in which all tasks must raise the same error
 
-_MOST_MADE = 100
+_MOST_MADE = 128
 
 Made = tuple[bool, Any]
 """A call: whether it was `from_chief`; then the chief's value, and otherwise that of this task."""
@@ -225,9 +225,9 @@ class Group:
         """Raises UsageError on every task if tasks differ in one of `facts`.
 
         Args:
-            facts: name -> JSON value, such as {"epochs": 3}. Floats may have rounding errors.
+            facts: name -> value, such as {"epochs": 3}. Floats may have rounding errors.
         """
-        chief, *others = self.from_all(facts)
+        chief, *others = self.from_all({name: _as_json(value) for name, value in facts.items()})
         for rank, remote in enumerate(others, start=1):
             for name in chief:
                 if not _is_equal(chief[name], remote.get(name)):
@@ -236,6 +236,10 @@ class Group:
                         f"{rank} has {remote.get(name)!r}. Run the same script with the same "
                         "arguments on every task, and draw random values with the same seed."
                     )
+
+
+def _as_json(value: Any) -> Any:
+    return value if isinstance(value, dict | list | str | bool | int | float | None) else str(value)
 
 
 def _is_equal(a: Any, b: Any) -> bool:

@@ -101,6 +101,20 @@ class FitArguments:
         )
 
     @property
+    def of_all(self) -> dict[str, Any]:
+        """The arguments that must be equal on all tasks, by name; of data, whether there is some.
+
+        Tasks may have different callbacks, displays and directories. They compare data later.
+        """
+        may_differ = "callbacks verbose strategy workers on backup_dir export_dir given model x"
+        of_data = ("y", "sample_weight", "validation_data")
+        names = vars(self).keys() - {*may_differ.split(" "), *of_data}
+        found = {name: getattr(self, name) for name in sorted(names)}
+        for name in of_data:
+            found[name] = "none" if getattr(self, name) is None else "some"
+        return found
+
+    @property
     def source(self) -> data.Source:
         """The training data."""
         return data.Source(

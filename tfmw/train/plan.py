@@ -64,6 +64,7 @@ class Plan:
     def __init__(self, arguments: FitArguments):
         self._arguments = arguments.within_limits().split()
         self._context = FitContext.of(arguments.model, arguments.strategy, "fit")
+        self._context.group.require_same(arguments.of_all)
         self._servers = strategies.servers_of(self._context.strategy)
         self._sync = settings_of(arguments)
         # The calls that a new worker makes until it is here.
@@ -200,21 +201,14 @@ class Plan:
             )
 
     def _require_same(self, training: Training) -> None:
-        """Raises UsageError on every task if the tasks' arguments differ."""
-        context, arguments = self._context, self._arguments
-        context.group.require_same(
+        """Raises UsageError on every task if what follows from the arguments differs."""
+        model = self._context.model
+        self._context.group.require_same(
             {
-                "epochs": arguments.epochs,
-                "initial_epoch": arguments.initial_epoch,
                 "steps per epoch": training.steps_per_epoch,
                 "the batch size": training.batch_size,
-                "the number of weights": sum(math.prod(w.shape) for w in context.model.weights),
-                "class_weight": str(arguments.class_weight),
-                "validation_freq": str(arguments.validation_freq),
-                "steps_per_execution": context.model.steps_per_execution,
-                "backup_every": str(arguments.backup_every),
-                "split_batch": arguments.split_batch,
-                "sync": str(self._sync),
+                "the number of weights": sum(math.prod(w.shape) for w in model.weights),
+                "steps_per_execution": model.steps_per_execution,
                 "collectives": membership.chosen_collectives(),
             }
         )

@@ -109,7 +109,8 @@ def settings(model: keras.Model) -> dict[str, Any]:
     lines = [line for line in signature(model, None) if not line.startswith("variable ")]
     for metric in leaf_metrics(model):
         lines += _described(f"metric {plain(metric.name)}", metric)[1:]
-    found: dict[str, Any] = dict(models.loss_arguments(model))
+    found = {name: getattr(model, name, None) for name in ("jit_compile", "run_eagerly")}
+    found |= models.loss_arguments(model)
     for optimizer in optimizers.optimizers_of(model):
         rate = _config(optimizer).get("learning_rate")
         found["learning_rate"] = rate if isinstance(rate, dict) else None

@@ -68,6 +68,11 @@ class OnePass(NamedTuple):
         """(the driver in which the model is placed, the tasks, the data, the callbacks)."""
         context = FitContext.of(self.model, self.strategy, method)
         steps = limited_steps(steps)
+        given: dict[str, Any] = {"batch_size": batch_size, "steps": steps}
+        for name, value in (("y", y), ("sample_weight", sample_weight)):
+            given[name] = "none" if value is None else "some"
+        given["split_batch"] = self.splits
+        context.group.require_same(given)
         source = data.Source(x, y, sample_weight, batch_size, steps, split=self.splits)
         position = None if parts is None else parts.open(context, source)
         batches = EpochIterator(source, context.group, context.sharding, steps, "steps", position)
