@@ -258,6 +258,16 @@ class TestFailure:
             ": ValueError: expected 3 features, received 4 (exit status 1)"
         )
 
+    def test_a_directory_that_each_worker_makes(self, run):
+        """The worker that comes second fails."""
+        result = run("worker 0=make_folder", "worker 1=make_folder")
+        assert result.status == 1
+        assert "FileExistsError: [Errno 17] File exists: " in last_line(result)
+        hint = (
+            "Every worker runs the whole script, in each attempt: os.makedirs(..., exist_ok=True)"
+        )
+        assert hint in result.output
+
     @pytest.mark.parametrize("peer", ["wait", "stubborn"])
     def test_other_tasks_are_ended(self, run, peer):
         result = run(f"worker 0={peer}", "worker 1=fail", f"worker 2={peer}", workers=3)

@@ -86,6 +86,10 @@ def fail() -> None:
     raise ValueError("bad batch")
 
 
+def make_folder() -> None:
+    os.mkdir(Path(os.environ["TFMW_RESULT"]) / "folder")
+
+
 def fail_elsewhere() -> None:
     os.chdir("/")
     fail()

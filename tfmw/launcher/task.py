@@ -133,6 +133,11 @@ def main(argv: list[str]) -> int:
         # If another task has caused the error, lines of libraries are no help.
         shown = _from_the_users_code(error.__traceback__, users_only=is_secondary(error))
         error = error.with_traceback(shown)
+        if isinstance(error, FileExistsError) and mode != "call":
+            error.add_note(
+                "Every worker runs the whole script, in each attempt: os.makedirs(..., "
+                "exist_ok=True) makes a directory that may exist."
+            )
         record_error(error, fatal=True)
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
