@@ -232,7 +232,7 @@ def test_fit_of_a_guarded_process_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     for owner, name in [*guarded, (keras.saving, "save_model"), (keras.models, "save_model")]:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # the guards are removed in the end
     monkeypatch.setattr(model_methods._now, "refuse_fit", None)
-    model_methods.guard_models(refuse, is_chief=False)
+    model_methods.guard_models(refuse, is_chief=False, after_export=lambda: None)
     with pytest.raises(UsageError, match="refused"):
         compiled_model().fit(batches(), shuffle=False, verbose=0)
     monkeypatch.undo()

@@ -85,6 +85,7 @@ def everything() -> None:
     model.save(folder / "model.keras")
     keras.saving.save_model(model, folder / "function.keras")
     model.export(folder / "exported", verbose=False)
+    assert (folder / "exported" / "saved_model.pb").exists()  # for every worker
     numbers["deepcopy"] = copy.deepcopy(model).fit(X, Y, verbose=0).history
     for name, each in {
         "clone_model": cloned,

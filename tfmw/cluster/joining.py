@@ -10,9 +10,11 @@ the cluster.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import logging
 import os
 import random
@@ -32,7 +34,7 @@ from tfmw.cluster.memory import usable_bytes
 from tfmw.cluster.versions import common_versions
 from tfmw.errors import UsageError, require_choice
 from tfmw.observe import task_process, trackers
-from tfmw.observe.progress import PROGRESS_FILE
+from tfmw.observe.progress import PROGRESS_FILE, blocking_call
 from tfmw.observe.trackers import RUN_ID
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ logger = logging.getLogger("tfmw")
 GRPC = ("grpc", "nccl")  # collectives of TensorFlow
 COLLECTIVES = ("auto", "tfmw", *GRPC)
 STRATEGIES = ("auto", "multi_worker_mirrored", "mirrored", "parameter_server", "default")
+
+_EXPORT_S = 600.0  # longest wait for an export, which a script may make on another worker only
 
 # Reducing 100 MB between two CPU workers takes 400 ms in one piece. In packs of 1 to 4 MB it takes
 # 170 to 200 ms (bench/ring.py measures it). NCCL pipelines by itself and prefers large packs.
@@ -429,7 +433,19 @@ def _guard_models(cluster: Cluster) -> None:
             'here alone, tfmw.fit(model, ..., strategy="default").'
         )
 
-    guard_models(refuse, cluster.is_chief)
+    exports = itertools.count()  # equal on all workers, as they run the same script
+
+    def after_export() -> None:
+        """Waits for the chief's export, which the next lines of the script may load."""
+        from tfmw.cluster.group import Group
+
+        group, key = Group.of_cluster(cluster), f"exported/{next(exports)}"
+        if cluster.has_ps or group.size == 1:
+            return
+        with blocking_call("export"), contextlib.suppress(OSError):  # the loss of a task is told
+            group.post(key, True) if cluster.is_chief else group.posted(key, _EXPORT_S)
+
+    guard_models(refuse, cluster.is_chief, after_export)
 
 
 def _threads_of_this_task() -> int:

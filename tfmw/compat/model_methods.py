@@ -1,6 +1,6 @@
 """Keras's methods as a model's class, other libraries and tfmw override them.
 
-    guard_models(refuse_fit, is_chief=False)
+    guard_models(refuse_fit, is_chief=False, after_export=wait)
     replace_methods(plain)                                 # model.fit(...) calls plain(...)
     with saves_by_callbacks(on_all_workers=False): ...     # model.save(...) writes nothing here
     call_method(model, "fit", arguments, given, run=train, others=of_tfmw)
@@ -16,7 +16,7 @@ In a process that has joined a cluster, plain calls such as `model.fit(...)` go 
 `fit` would train this process's copy only, on all of the data; `save` would write the same file as
 every other worker, which might read it half-written. All workers have the same model, so each
 renames a complete file to that path. Every worker can load it afterwards, with a shared disk or
-not. The chief alone writes the directory of `model.export`.
+not. The chief alone writes the directory of `model.export`, for which the others wait.
 """
 
 from __future__ import annotations
@@ -57,18 +57,21 @@ _now = types.SimpleNamespace(
 )
 
 
-def guard_models(refuse_fit: Callable[[], None], is_chief: bool) -> None:
+def guard_models(
+    refuse_fit: Callable[[], None], is_chief: bool, after_export: Callable[[], None]
+) -> None:
     """Guards the methods of every Keras model of this process.
 
     Args:
         refuse_fit: raises the error for `model.fit`.
         is_chief: whether this process is the one that saves.
+        after_export: called after an export of a plain script, which the chief alone has written.
     """
     _now.refuse_fit = refuse_fit
     functions = [(module, "save_model") for module in (keras.saving, keras.models)]
     methods = [(keras.Model, name) for name in ("save", "save_weights", _EXPORT)]
     for owner, name in methods + functions:
-        setattr(owner, name, _whole(getattr(owner, name), is_chief))
+        setattr(owner, name, _whole(getattr(owner, name), is_chief, after_export))
 
 
 Plain = Callable[..., Any]
@@ -133,22 +136,26 @@ def saves_by_callbacks(on_all_workers: bool) -> Iterator[None]:
         yield
 
 
-def _whole(save: Callable[..., Any], is_chief: bool) -> Callable[..., Any]:
+def _whole(
+    save: Callable[..., Any], is_chief: bool, after_export: Callable[[], None]
+) -> Callable[..., Any]:
     """Wraps `save` to rename a complete file; in callbacks on all workers, the chief's only."""
     writes_directory = save.__name__ == _EXPORT
 
     @functools.wraps(save)
     def guarded(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = _now.saves_on_all_workers
-        by_chief = chosen is False or (writes_directory and chosen is None and _now.plain)
-        if by_chief and not is_chief:
-            if chosen is False:  # a plain script has only this way to write a directory once
-                warnings.warn(
-                    f"tfmw: model.{save.__name__}({str(filepath)!r}) on a worker that is not the "
-                    "chief: nothing is written here, the chief writes it. A callback with "
-                    "chief_only = False writes on every worker.",
-                    stacklevel=2,
-                )
+        if writes_directory and chosen is None and _now.plain:  # no other way writes it once
+            if is_chief:
+                save(self, filepath, *args, **kwargs)
+            return after_export()
+        if chosen is False and not is_chief:
+            warnings.warn(
+                f"tfmw: model.{save.__name__}({str(filepath)!r}) on a worker that is not the "
+                "chief: nothing is written here, the chief writes it. A callback with "
+                "chief_only = False writes on every worker.",
+                stacklevel=2,
+            )
             return None
         path = str(filepath)
         # Keras refuses other endings, and asks before it overwrites; other options write more than
