@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 
 import keras
+import keras_tuner
 import pytest
+from keras_tuner.src.engine.tuner_utils import SaveBestEpoch
+from tqdm.keras import TqdmCallback
 
 from tests.helpers.cluster import ClusterRun, run_cluster
 from tfmw.errors import UsageError
@@ -146,3 +149,10 @@ def test_orbax_checkpoint_is_refused_on_several_workers():
     assert roles.for_task([callback], is_chief=True, workers=1) == [callback]
     with pytest.raises(UsageError, match=r"use keras\.callbacks\.ModelCheckpoint"):
         roles.for_task([callback], is_chief=True, workers=2)
+
+
+def test_callbacks_of_other_packages_that_write_are_known_by_name() -> None:
+    assert roles.writes(TqdmCallback(verbose=0))
+    assert roles.writes(SaveBestEpoch(keras_tuner.Objective("loss", "min"), "best.keras"))
+    own = type("TqdmCallback", (keras.callbacks.Callback,), {})
+    assert not roles.writes(own())

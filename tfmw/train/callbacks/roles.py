@@ -43,9 +43,10 @@ _WRITERS: tuple[type, ...] = (
     keras.callbacks.ProgbarLogger,
 )
 
-# Writers of other packages, by name: they need not be installed.
+# Callbacks of other packages that write or display, by name: they need not be installed.
 _THIRD_PARTY_WRITERS = {
     "keras_tuner.src.engine.tuner_utils.SaveBestEpoch",
+    "tqdm.keras.TqdmCallback",
 }
 
 # Kind of a call -> the hooks that run around its batches.
