@@ -239,7 +239,11 @@ class Group:
 
 
 def _as_json(value: Any) -> Any:
-    return value if isinstance(value, dict | list | str | bool | int | float | None) else str(value)
+    """The value as it arrives at other tasks; its text if it is not JSON, as NumPy's numbers."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def _is_equal(a: Any, b: Any) -> bool:
