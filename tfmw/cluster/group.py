@@ -247,6 +247,10 @@ def _as_json(value: Any) -> Any:
 
 
 def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_is_equal(a[name], b[name]) for name in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-5) or (math.isnan(a) and math.isnan(b))
     return bool(a == b)
