@@ -247,6 +247,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _is_equal(a: Any, b: Any) -> bool:
+    """Whether JSON values of two tasks are equal, and their floats close."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_is_equal(a[name], b[name]) for name in a)
     if isinstance(a, list) and isinstance(b, list):

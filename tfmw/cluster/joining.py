@@ -443,7 +443,10 @@ def _guard_models(cluster: Cluster) -> None:
         if cluster.has_ps or group.size == 1:
             return
         with blocking_call("export"), contextlib.suppress(OSError):  # the loss of a task is told
-            group.post(key, True) if cluster.is_chief else group.posted(key, _EXPORT_S)
+            if cluster.is_chief:
+                group.post(key, True)
+            else:
+                group.posted(key, _EXPORT_S)
 
     guard_models(refuse, cluster.is_chief, after_export)
 

@@ -21,6 +21,12 @@ from tfmw.train.callbacks.roles import BackupAndRestore, without_backup
 
 PRECISIONS = ("mixed_bfloat16", "mixed_float16")
 
+_MAY_DIFFER = {
+    *("model", "x", "callbacks", "verbose", "strategy", "workers", "on"),
+    *("backup_dir", "export_dir", "given"),
+}  # arguments of tasks that train together; they compare the data later
+_OF_DATA = {"y", "sample_weight", "validation_data"}
+
 COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
 """Types in which gradients are sent, by the choice of `fit(gradient_compression=...)`."""
 
@@ -104,15 +110,11 @@ class FitArguments:
     def of_all(self) -> dict[str, Any]:
         """The arguments that must be equal on all tasks, by name; of data, whether there is some.
 
-        Tasks may have different callbacks, displays and directories. They compare data later.
+        Tasks may have different callbacks, displays and directories.
         """
-        may_differ = "callbacks verbose strategy workers on backup_dir export_dir given model x"
-        of_data = ("y", "sample_weight", "validation_data")
-        names = vars(self).keys() - {*may_differ.split(" "), *of_data}
-        found = {name: getattr(self, name) for name in sorted(names)}
-        for name in of_data:
-            found[name] = "none" if getattr(self, name) is None else "some"
-        return found
+        names = sorted(vars(self).keys() - _MAY_DIFFER - _OF_DATA)
+        found = {name: getattr(self, name) for name in names}
+        return found | {name: presence(getattr(self, name)) for name in sorted(_OF_DATA)}
 
     @property
     def source(self) -> data.Source:
@@ -157,6 +159,11 @@ class FitArguments:
         if directory is None:
             return None
         return os.path.join(disk.absolute(directory), record_index.DIRECTORY)
+
+
+def presence(value: Any) -> str:
+    """Whether there is some data, for a comparison of arguments."""
+    return "none" if value is None else "some"
 
 
 @contextlib.contextmanager

@@ -36,12 +36,7 @@ _VARIABLE = re.compile(r"variable (?:.*/)?([^/]*): (\w+ \(.*\))", re.DOTALL)
 
 def signature(model: keras.Model, batch_size: int | None) -> list[str]:
     """One line for each property in which a model and its backup must agree."""
-    lines = [f"model: {type(model).__name__}"]
-    for number, layer in enumerate(models.layers_of(model)):
-        if layer is not model:
-            lines += _described(f"layer {number}", layer)
-    for optimizer in optimizers.optimizers_of(model):
-        lines += _described("optimizer", optimizer)
+    lines = _parts(model)
     for variable in named(model).values():
         native = models.native(variable)
         lines.append(f"variable {plain(variable.path)}: {native.dtype.name} {native.shape}")
@@ -53,19 +48,24 @@ def signature(model: keras.Model, batch_size: int | None) -> list[str]:
     return lines
 
 
+def _parts(model: keras.Model) -> list[str]:
+    """The lines of the layers and the optimizers."""
+    lines = [f"model: {type(model).__name__}"]
+    for number, layer in enumerate(models.layers_of(model)):
+        if layer is not model:
+            lines += _described(f"layer {number}", layer)
+    for optimizer in optimizers.optimizers_of(model):
+        lines += _described("optimizer", optimizer)
+    return lines
+
+
 def _described(what: str, part: Any) -> list[str]:
     """One line for the class of a layer, optimizer or loss, and one for each setting."""
     kind, config = f"{what}: {type(part).__name__}", _config(part)
     # These differ between runs of the same model, or have their own lines.
     for name in ("name", "learning_rate", "layers", "build_config", "inner_optimizer"):
         config.pop(name, None)
-    settings = {
-        name: json.dumps(
-            _without_numbers(value), sort_keys=True, default=lambda part: type(part).__name__
-        )
-        for name, value in config.items()
-    }
-    return [kind, *(f"{kind}, {name}: {settings[name]}" for name in sorted(settings))]
+    return [kind, *(f"{kind}, {name}: {_json(config[name])}" for name in sorted(config))]
 
 
 def _config(part: Any) -> dict[str, Any]:
@@ -76,6 +76,12 @@ def _config(part: Any) -> dict[str, Any]:
             return dict(part.get_config())
     except (NotImplementedError, TypeError, ValueError, AttributeError):
         return {}
+
+
+def _json(value: Any) -> str:
+    """A configuration; of what is not JSON, such as arrays, the name of the type."""
+    part = _without_numbers(value)
+    return json.dumps(part, sort_keys=True, default=lambda part: type(part).__name__)
 
 
 def _without_numbers(value: Any) -> Any:
@@ -106,14 +112,17 @@ def settings(model: keras.Model) -> dict[str, Any]:
     All tasks take the learning rate, seeds and initial values from the chief. Paths of files and
     code depend on the host.
     """
-    lines = [line for line in signature(model, None) if not line.startswith("variable ")]
+    lines = [*_parts(model), f"loss: {_loss(getattr(model, 'loss', None))}"]
     for metric in leaf_metrics(model):
-        lines += _described(f"metric {plain(metric.name)}", metric)[1:]
-    found = {name: getattr(model, name, None) for name in ("jit_compile", "run_eagerly")}
-    found |= models.loss_arguments(model)
-    for optimizer in optimizers.optimizers_of(model):
-        rate = _config(optimizer).get("learning_rate")
-        found["learning_rate"] = rate if isinstance(rate, dict) else None
+        lines += _described(f"metric {plain(metric.name)}", metric)
+    rates = [_config(o).get("learning_rate") for o in optimizers.optimizers_of(model)]
+    others = {
+        **models.loss_arguments(model),
+        "learning_rate": [rate for rate in rates if isinstance(rate, dict)],
+        "jit_compile": model.jit_compile,
+        "run_eagerly": model.run_eagerly,
+    }
+    found = {name: json.loads(_json(value)) for name, value in others.items()}
     known: Counter[str] = Counter()
     for line in _split(lines):
         match = _SETTING.fullmatch(line)
@@ -124,19 +133,17 @@ def settings(model: keras.Model) -> dict[str, Any]:
 
 
 def _of_all(value: Any) -> Any:
-    """A configuration without what may differ between tasks."""
+    """A setting without what may differ between tasks."""
     if isinstance(value, dict):
-        return {k: _of_all(v) for k, v in value.items() if not _is_taken(k)}
-    if isinstance(value, list | tuple):
+        return {name: _of_all(part) for name, part in value.items() if not _is_taken(name)}
+    if isinstance(value, list):
         return list(map(_of_all, value))
-    if isinstance(value, str):
-        return "a path, or code" if {*"/\\\n"} & {*value} else plain(value)
-    return value if isinstance(value, bool | int | float | None) else type(value).__name__
+    return "a path, or code" if isinstance(value, str) and {*"/\\\n"} & {*value} else value
 
 
-def _is_taken(name: Any) -> bool:
+def _is_taken(name: str) -> bool:
     """Whether all tasks take a setting, or what depends on it, from the chief."""
-    return str(name).endswith(("initializer", "seed"))
+    return name.endswith(("initializer", "seed"))
 
 
 def refuse_other(record: Mapping[str, Any], current: list[str], path: str) -> None:

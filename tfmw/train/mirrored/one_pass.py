@@ -11,7 +11,7 @@ import keras
 from tfmw import data
 from tfmw.cluster.group import Group
 from tfmw.compat.metric_variables import flatten_metrics
-from tfmw.train.arguments import FitArguments, limited_steps
+from tfmw.train.arguments import FitArguments, limited_steps, presence
 from tfmw.train.epoch_iterator import EpochIterator
 from tfmw.train.fit_context import FitContext
 from tfmw.train.loop import ValidationSignals
@@ -68,11 +68,9 @@ class OnePass(NamedTuple):
         """(the driver in which the model is placed, the tasks, the data, the callbacks)."""
         context = FitContext.of(self.model, self.strategy, method)
         steps = limited_steps(steps)
-        given: dict[str, Any] = {"batch_size": batch_size, "steps": steps}
-        for name, value in (("y", y), ("sample_weight", sample_weight)):
-            given[name] = "none" if value is None else "some"
-        given["split_batch"] = self.splits
-        context.group.require_same(given)
+        given = {"batch_size": batch_size, "steps": steps, "split_batch": self.splits}
+        data_of = {"y": presence(y), "sample_weight": presence(sample_weight)}
+        context.group.require_same({**given, **data_of})
         source = data.Source(x, y, sample_weight, batch_size, steps, split=self.splits)
         position = None if parts is None else parts.open(context, source)
         batches = EpochIterator(source, context.group, context.sharding, steps, "steps", position)
