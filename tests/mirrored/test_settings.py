@@ -107,3 +107,14 @@ def test_settings_that_change_a_result_are_compared(
 )
 def test_what_may_differ_is_not_compared(of: Callable[[int], keras.Model]) -> None:
     assert Settings(of(0)).digest == Settings(of(1)).digest
+
+
+def test_schedules_of_all_optimizers_are_compared() -> None:
+    def of(rate: float) -> keras.Model:
+        made = model(optimizer=optimizers.SGD(optimizers.schedules.CosineDecay(0.1, 9)))
+        made.first = optimizers.SGD(optimizers.schedules.CosineDecay(rate, 9))
+        made.last = optimizers.SGD(0.1)
+        return made
+
+    assert Settings(of(0.1)).digest == Settings(of(0.1)).digest
+    assert Settings(of(0.1)).digest != Settings(of(0.2)).digest
