@@ -81,6 +81,11 @@ BaseCollectiveExecutor::StartAbort UNAVAILABLE: recvmsg:Connection reset by peer
 Additional GRPC error information from remote target /job:worker/replica:0/task:0 while calling \
 /tensorflow.WorkerService/CompleteInstance:
 :UNKNOWN:Error received from peer  {grpc_message:"recvmsg:Connection reset by peer", grpc_status:14}
+E0000 00:00:1796090012.179417   28956 ring_alg.cc:291] Aborting RingReduce with CANCELLED: CANCELLED
+Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling \
+/tensorflow.WorkerService/RecvBuf:
+:UNKNOWN:Error received from peer  {grpc_message:"CANCELLED", grpc_status:1} \
+[type.googleapis.com/tensorflow.DerivedStatus='']
 """
 
 

@@ -75,9 +75,10 @@ _NOTICES = re.compile(
             rf"WARNING: All log messages before absl::InitializeLog\(\) is called are writ{_REST}",
             rf"To enable the following instructions: [\w ]+, in other operations, rebuild T{_REST}",
             *(rf"{_HEAD}{file}:\d+\] {message}{_REST}{_TRACE}" for file, message in _MESSAGES),
-            # A peer is lost: the task that lost it names it in its own error. Errors with another
-            # status may be the only report.
-            rf"{_HEAD}(?:ring_alg\.cc:\d+\] Aborting Ring\w+ with|{_ABORT}) UNAVAILABLE: {_REST}"
+            # A peer is lost: the task that lost it names it in its own error, and the ring that
+            # was under way is cancelled. Errors with another status may be the only report.
+            rf"{_HEAD}(?:ring_alg\.cc:\d+\] Aborting Ring\w+ with|{_ABORT}) "
+            rf"(?:UNAVAILABLE|CANCELLED): {_REST}"
             r"(?:(?:Additional GRPC error information from remote target|"
             rf":UNKNOWN:Error received){_REST})*",
             # An error that a task reports to all, and also prints: "worker 1: ValueError: bad".
