@@ -66,7 +66,7 @@ class Count(keras.layers.Layer):
 
 
 class Deaths:
-    """The deaths of a plan; a file says of each that it has been."""
+    """The deaths of a plan; a file says of each in which attempt it has been."""
 
     def __init__(self, task: str, plan: str, hold_s: float):
         self.task = task
@@ -81,10 +81,15 @@ class Deaths:
             self.next, self.times = done, 0
         if done == len(self.plan) or [self.task, point] != self.plan[done][:2]:
             return
+        attempt = int(os.environ.get("TFMW_ATTEMPT", 0))
+        if done and self.plan[done - 1][3] == "term":  # all tasks are about to save and exit
+            last = (folder / f"death_{done - 1}").read_text()
+            if int(last or attempt) == attempt:
+                return
         self.times += 1
         _, _, count, how = self.plan[done]
         if self.times == int(count):
-            (folder / f"death_{done}").touch()
+            (folder / f"death_{done}").write_text(str(attempt))
             print(f"dies in {point}", flush=True)
             if how == "hold":
                 threading.Event().wait(self.hold_s)
