@@ -212,7 +212,7 @@ def test_logs_of_a_run(tmp_path):
     logs = tmp_path / "logs" / EVERY
     options = ["run", "--workers", "1", "--log-dir", str(logs)]
     with tfmw_command(*options, str(program), env={"TFMW_NO_INIT": "1"}) as run:
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=600)
     assert run.returncode == 0, output
     assert "it ran True" in output
     (log,) = logs.rglob("output.log")

@@ -7,6 +7,7 @@
 May import: `tfmw.data.datasets`.
 """
 
-from tfmw.data.datasets import default_data_dir, load, one_process_at_a_time, prepared
+from tfmw.compat.downloads import one_process_at_a_time
+from tfmw.data.datasets import default_data_dir, load, prepared
 
 __all__ = ["default_data_dir", "load", "one_process_at_a_time", "prepared"]

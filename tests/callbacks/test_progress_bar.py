@@ -344,7 +344,7 @@ def test_run_prints_task_output_and_logs_everything(tmp_path):
     arguments = ["--workers", "2", "--log-dir", str(tmp_path)]
     recipe = [str(ROOT / "recipes/digits.py"), "--epochs=2"]
     with tfmw_command("run", *arguments, *recipe) as run:
-        output, _ = run.communicate(timeout=120)
+        output, _ = run.communicate(timeout=600)
     assert run.returncode == 0, output
     said = [line for line in output.splitlines() if not line.startswith("tfmw: ")]
     kinds = [re.sub(r"[\d.]+", "0", line)[:24] for line in said]
@@ -375,7 +375,7 @@ def test_run_on_a_terminal_has_one_bar_with_examples_per_second(tmp_path):
             while data := os.read(ours, 1 << 16):
                 shown += data
         os.close(ours)
-        assert run.wait(timeout=120) == 0, shown
+        assert run.wait(timeout=600) == 0, shown
     text = re.sub(r"\x1b\[\d+m|\x08", "", shown.decode())
     states = [state.rstrip() for state in re.split(r"[\r\n]+", text) if "/23 " in state]
     done = [state for state in states if " - val_loss: " in state]

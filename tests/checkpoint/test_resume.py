@@ -260,7 +260,7 @@ def test_row_18_both_sides_of_a_cut_network_end(tmp_path):
         env={**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "2"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])

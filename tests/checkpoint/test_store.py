@@ -603,7 +603,7 @@ def test_training_continues_on_a_full_disk_and_the_old_backup_is_kept(tmp_path):
         env=ENVIRON,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])

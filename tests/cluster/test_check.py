@@ -90,7 +90,7 @@ class Checks:
 
     def end(self) -> list[tuple[int, list[str]]]:
         """(exit status, lines) of each."""
-        outputs = [process.communicate(timeout=120)[0] for process in self._begun]
+        outputs = [process.communicate(timeout=600)[0] for process in self._begun]
         return [
             (process.returncode, output.splitlines())
             for process, output in zip(self._begun, outputs, strict=True)

@@ -78,7 +78,7 @@ def no_token(monkeypatch):
 def test_a_task_that_knows_the_token_is_greeted(token):
     with served() as task:
         assert is_greeted(task.address, hello())
-        assert task.greeted.get(timeout=30) == "worker 1"
+        assert task.greeted.get(timeout=120) == "worker 1"
 
 
 def test_a_forged_hello_is_not(token):
@@ -91,7 +91,7 @@ def test_a_forged_hello_is_not(token):
         for serving in set(threading.enumerate()) - before:
             serving.join(30)  # it counts after it has closed the connection
         assert is_greeted(task.address, hello(task="worker 2"))
-        assert task.greeted.get(timeout=30) == "worker 2"
+        assert task.greeted.get(timeout=120) == "worker 2"
         assert task.server.refused == 1
 
 
@@ -156,7 +156,7 @@ def test_a_recorded_conversation_cannot_be_repeated(token):
         recorder.start()
         assert is_greeted(recorder.address, hello())
         recorder.join(30)
-        assert task.greeted.get(timeout=30) == "worker 1"
+        assert task.greeted.get(timeout=120) == "worker 1"
         assert b"worker 1" in recorder.sent
         with socket.create_connection(addresses.split(task.address), timeout=30) as replayed:
             replayed.sendall(recorder.sent)
@@ -194,7 +194,7 @@ def test_a_task_of_another_run_cannot_join(no_token, caplog):
         assert not is_greeted(task.address, hello(run="7f, attempt 0"))
         assert is_greeted(task.address, hello(run="7f, attempt 1", task="worker 2"))
         assert is_greeted(task.address, hello(run="", task="worker 3"))  # started by hand
-        assert [task.greeted.get(timeout=30) for _ in range(2)] == ["worker 2", "worker 3"]
+        assert [task.greeted.get(timeout=120) for _ in range(2)] == ["worker 2", "worker 3"]
     (record,) = caplog.records
     assert "is of another run (7f, attempt 0), and cannot join" in record.getMessage()
 

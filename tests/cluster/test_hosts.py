@@ -24,7 +24,9 @@ def tfmw(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     env |= {"PYTHONPATH": str(ROOT), "TFMW_NO_INIT": "1", **environ}
     command = [sys.executable, "-m", "tfmw", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=600, check=False
+    )
 
 
 def test_each_host_is_one_task() -> None:
@@ -95,7 +97,7 @@ def test_two_hosts_train_by_the_same_command(tmp_path: Path) -> None:
         for i in range(2)
     ]
     try:
-        outputs = [task.communicate(timeout=150)[0] for task in tasks]
+        outputs = [task.communicate(timeout=600)[0] for task in tasks]
     finally:
         for task in tasks:
             task.kill()

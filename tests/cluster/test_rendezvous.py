@@ -158,7 +158,7 @@ def task(index: int, addresses: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def result(process: subprocess.Popen[str]) -> dict[str, Any]:
-    return json.loads(process.communicate(timeout=60)[0])
+    return json.loads(process.communicate(timeout=600)[0])
 
 
 def port_of(address: str) -> int:

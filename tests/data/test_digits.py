@@ -112,7 +112,7 @@ def test_processes_that_start_together_prepare_it_once_and_read_the_same(tmp_pat
             reader.stdin.write("go\n")
             reader.stdin.flush()
         for reader in readers:
-            out, err = reader.communicate(timeout=120)
+            out, err = reader.communicate(timeout=600)
             assert reader.returncode == 0, err
             outputs.append(json.loads(out))
     finally:

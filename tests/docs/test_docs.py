@@ -284,7 +284,7 @@ def build(source: Path, settings: Path, out: Path) -> subprocess.CompletedProces
     )
     command = [sys.executable, "-m", "sphinx", "-c", settings, *options.split(), source, out]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
 
 

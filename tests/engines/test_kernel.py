@@ -98,7 +98,7 @@ class Kernel:
         self.manager.start_kernel(env=environ, cwd=str(folder), stdout=quiet, stderr=quiet)
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=600)
 
     def close(self) -> None:
         self.client.stop_channels()

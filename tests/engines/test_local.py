@@ -167,7 +167,7 @@ tfmw.fit(model, test_local.X, test_local.Y, verbose=0)
         env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     predicted = np.load(tmp_path / "predicted.npy")
@@ -396,7 +396,7 @@ def test_a_signal_ends_the_workers_and_keeps_their_weights(number, arguments, sa
             if "backed up" in line:
                 break
         process.send_signal(number)
-        rest, _ = process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=600)
     finally:
         process.kill()
     output = "".join(lines) + rest

@@ -146,7 +146,7 @@ def elsewhere(tmp_path_factory):
         cwd=directory,
         env=ENVIRON,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     results = json.loads((directory / "results.json").read_text())
     return expected, dict(zip(requests, results, strict=True))

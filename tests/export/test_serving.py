@@ -28,7 +28,7 @@ def command(*args: str) -> None:
         env=ENVIRON,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

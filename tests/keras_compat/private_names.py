@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ from tfmw.compat.objects import BaseTrainer, Trainer
 
 # Names that `tfmw.compat` takes from objects of these classes, or replaces in this module.
 _OF_OBJECTS: dict[Any, str] = {
+    sys.modules[keras.utils.get_file.__module__]: "urlretrieve config",
     distribution_lib: "list_devices",
     tf.Graph: "_get_function",
     Trainer: "_symbolic_build _should_eval _flatten_metrics_in_order",

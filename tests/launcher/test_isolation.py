@@ -34,7 +34,7 @@ def isolated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("isolated")
     command = ["run", "--workers", "2", "--isolate", "on", "--log-dir", str(folder), PROGRAM]
     with tfmw_command(*command, env={**NO_INIT, "TFMW_RESULT": str(folder)}) as run:
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=600)
     found = [json.loads((folder / f"worker_{i}.json").read_text()) for i in (0, 1)]
     return run.returncode, output, found, folder
 

@@ -782,7 +782,7 @@ def serving(tmp_path: Path) -> Iterator[Any]:
 def test_row_14_a_preempted_launcher_lets_the_tasks_save(serving, number, options):
     launcher, pids = serving("*@0=serve", options=options)
     launcher.send_signal(number)
-    output, _ = launcher.communicate(timeout=60)
+    output, _ = launcher.communicate(timeout=600)
     assert launcher.returncode == PREEMPTED
     assert "same command resumes the run" in output.splitlines()[-1]
     assert wait_gone(pids, 0) == []
@@ -791,7 +791,7 @@ def test_row_14_a_preempted_launcher_lets_the_tasks_save(serving, number, option
 def test_row_14_tasks_that_do_not_save_end_by_the_signal(serving):
     launcher, pids = serving("*@0=wait", options=("--max-restarts", "3"))
     launcher.terminate()
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=600)
     assert launcher.returncode == 128 + signal.SIGTERM
     assert wait_gone(pids, 0) == []
 
@@ -801,7 +801,7 @@ def test_row_14_the_grace_is_bounded(serving):
     launcher, pids = serving("*@0=stubborn", options=("--preempt-grace", "0.5"))
     begin = time.monotonic()
     launcher.terminate()
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=600)
     assert launcher.returncode == 128 + signal.SIGTERM
     assert time.monotonic() - begin > 0.5
     assert wait_gone(pids, 0) == []
@@ -811,7 +811,7 @@ def test_row_14_a_second_signal_ends_everything_at_once(serving):
     launcher, pids = serving("*@0=stubborn", options=("--preempt-grace", "10000"))
     launcher.terminate()
     launcher.send_signal(signal.SIGUSR1)
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=600)
     assert wait_gone(pids, 0) == []
 
 
@@ -852,7 +852,7 @@ def test_tasks_start_without_the_fork_server(serving, tmp_path):
     launcher, pids = serving("*@0=step:1 wait", "*@1=step:2", options=options, PYTHONPATH=path)
     os.kill(template_of(launcher.pid, PROGRAM), signal.SIGKILL)
     os.kill(pids[1], signal.SIGKILL)
-    output, _ = launcher.communicate(timeout=100)
+    output, _ = launcher.communicate(timeout=600)
     assert launcher.returncode == 0, output
     imported = [
         [
@@ -870,7 +870,7 @@ def test_wait_for_the_fork_server_has_a_timeout(tmp_path):
     path = in_place_of_tensorflow(tmp_path, "import time\ntime.sleep(1e6)\n")
     env = {**NO_INIT, "TFMW_RESULT": str(tmp_path), "PYTHONPATH": path}
     with tfmw_command("run", *options, PROGRAM, "*@0=step:1", env=env) as launcher:
-        output, _ = launcher.communicate(timeout=100)
+        output, _ = launcher.communicate(timeout=600)
     assert launcher.returncode == 0, output
     tasks = [json.loads((tmp_path / f"worker {i}@0.json").read_text()) for i in (0, 1)]
     assert not any(task["tensorflow"] for task in tasks)

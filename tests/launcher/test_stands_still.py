@@ -80,7 +80,7 @@ def started(tmp_path: Path, fault: str, *options: str) -> Iterator[subprocess.Po
     with tfmw_command(*command, PROGRAM, str(tmp_path), env=env) as run:
         yield run
         run.terminate()
-        run.communicate(timeout=60)
+        run.communicate(timeout=600)
 
 
 @pytest.mark.nightly

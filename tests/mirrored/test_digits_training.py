@@ -26,7 +26,7 @@ def reference():
         [sys.executable, PROGRAM, "reference"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH},
         check=True,
     )

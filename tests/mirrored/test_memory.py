@@ -33,7 +33,7 @@ def said(**chosen: str) -> str:
         env={**env, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, **chosen},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=True,
     )
     return done.stdout.strip()

@@ -348,7 +348,7 @@ def test_a_waiting_worker_sleeps_until_its_ring_is_closed(joined, monkeypatch):
         if rank == 1:  # takes no part
             waits: set[int] = set()
             while len(waits) < 2:
-                waits.add(waiting.get(timeout=60))
+                waits.add(waiting.get(timeout=120))
             for each in (0, 2):
                 rings[each].close()
             return waits

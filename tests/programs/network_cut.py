@@ -66,7 +66,7 @@ try:
     (directory / "cut").touch()
     ended = []
     for task in tasks:
-        task.wait(timeout=150)
+        task.wait(timeout=600)
         ended.append(time.monotonic() - cut)
 finally:
     for task in tasks:

@@ -116,7 +116,7 @@ def test_make_demo(environ, tmp_path):
         env={**environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{LEAN}"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert accuracy(done.stdout) >= 0.97

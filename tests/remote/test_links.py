@@ -55,7 +55,7 @@ class Peer:
         self.port = listener.getsockname()[1] if listener else 0
 
     def next(self) -> tuple[Any, ...]:
-        return self.events.get(timeout=20)
+        return self.events.get(timeout=120)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ def test_two_actors_train(tmp_path: Path) -> None:
             env={**environ, "RAY_TMPDIR": short},
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=600,
             check=False,
         )
     assert run.returncode == 0, run.stdout + run.stderr

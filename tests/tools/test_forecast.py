@@ -142,7 +142,7 @@ def test_a_forecast_from_two_workers(tmp_path):
         "    return model, tf.data.Dataset.from_tensor_slices((x, x)).batch(16)\n"
     )
     command = [sys.executable, "-m", "bench.forecast", "--steps", "3", f"{tmp_path}/mine.py:make"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a step sums 2 times" in done.stdout  # 9 MB of weights, and the bias
     assert re.search(r"^1024 +\d", done.stdout, re.MULTILINE)

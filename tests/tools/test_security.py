@@ -66,7 +66,7 @@ def test_the_logs_of_a_run_have_no_secret(tmp_path: Path) -> None:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 1

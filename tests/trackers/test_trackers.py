@@ -101,7 +101,7 @@ def keras_alone(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return Tracked(folder, done.stdout + done.stderr, {})

@@ -224,6 +224,7 @@ def _join_once(
     trackers.join(resolved.is_chief)
     if resolved.task == "evaluator":
         membership.set_evaluating()
+        _share_downloads()
     if resolved.is_single or resolved.task == "evaluator":
         return resolved
     if strategy == "parameter_server" or resolved.has_ps:
@@ -449,6 +450,13 @@ def _guard_models(cluster: Cluster) -> None:
                 group.posted(key, _EXPORT_S)
 
     guard_models(refuse, cluster.is_chief, after_export)
+    _share_downloads()
+
+
+def _share_downloads() -> None:
+    from tfmw.compat.downloads import share_downloads
+
+    share_downloads()
 
 
 def _threads_of_this_task() -> int:

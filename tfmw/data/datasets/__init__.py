@@ -15,20 +15,20 @@ Importing `tfmw.data.datasets.digits` registers the name "tfmw_digits" with TFDS
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import os
-import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tensorflow_datasets as tfds
 
-from tfmw.storage import disk
+from tfmw.compat.downloads import share_preparation
 
-__all__ = ["default_data_dir", "load", "one_process_at_a_time", "prepared"]
+__all__ = ["default_data_dir", "load", "prepared"]
+
+share_preparation(tfds)
 
 # Datasets that ship with tfmw: their names, and the modules that register them.
 _OWN = {"tfmw_digits": "tfmw.data.datasets.digits"}
@@ -67,39 +67,9 @@ def prepared(
         importlib.import_module(own)
     where = None if data_dir is None else os.fspath(data_dir)
     builder = tfds.builder(name, data_dir=where)
-    if not builder.data_path.exists():  # TFDS renames complete data to this name
-        with one_process_at_a_time(builder.data_dir):
-            # A new builder: another process may have prepared the dataset meanwhile.
-            tfds.builder(name, data_dir=where).download_and_prepare()
-        builder = tfds.builder(name, data_dir=where)
+    if not builder.data_path.exists():
+        builder.download_and_prepare()
     return builder
-
-
-@contextlib.contextmanager
-def one_process_at_a_time(data_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Holds the lock on a TFDS version directory while it is prepared.
-
-    The lock is a POSIX record lock (fcntl(2)) on a file beside the directory. The kernel drops it
-    when its holder dies, it works over NFS, and the process that holds it may take it again. There
-    is no lock on a remote `data_dir` (`gs://...`): prepare such data once, before the job. Python's
-    random generator has the same state afterwards, so the initial weights do not depend on which
-    process has prepared the data.
-    """
-    path = os.fspath(data_dir)
-    with contextlib.ExitStack() as stack:
-        # TFDS draws the names of its files from the generator that gives Keras its weights' seeds.
-        stack.callback(random.setstate, random.getstate())
-        if "://" not in path:
-            lock = Path(path + ".lock")
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(lock.open("w"))
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX)
-            except OSError as e:
-                if e.errno not in disk.NO_LOCKS:
-                    raise
-                # TFDS renames a complete directory: processes without the lock do the work twice.
-        yield
 
 
 def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:

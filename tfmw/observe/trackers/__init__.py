@@ -7,21 +7,18 @@ the tracker. After a restart the same calls continue the run of the last attempt
 and `wandb_run.py` do that for their library. A library that a script does not import is never
 imported.
 
-May import: `tfmw.errors`. No TensorFlow.
+May import: `tfmw.errors`, `late_imports`. No TensorFlow.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any
 
+from tfmw.observe.late_imports import when_imported
 from tfmw.observe.trackers import mlflow_run, wandb_run
 
 RUN_ID = "TFMW_RUN_ID"
@@ -30,8 +27,6 @@ RUN_ID = "TFMW_RUN_ID"
 _LIBRARIES = {"mlflow": mlflow_run, "wandb": wandb_run}
 _joined = False
 _is_chief = True
-
-_Act = Callable[[ModuleType], Any]
 
 PACKAGES = frozenset(
     {
@@ -83,10 +78,7 @@ def join(is_chief: bool) -> None:
     training = os.environ.get(RUN_ID, "")
     for name, library in _LIBRARIES.items():
         act = functools.partial(library.continue_runs, training) if is_chief else library.silence
-        if name in sys.modules:
-            act(sys.modules[name])
-        else:
-            sys.meta_path.insert(0, _Finder(name, act))
+        when_imported(name, act)
 
 
 def active_runs() -> dict[str, Any]:
@@ -103,32 +95,6 @@ def adopt(runs: Mapping[str, Any]) -> None:
     """
     for name, run in runs.items():
         _LIBRARIES[name].adopt(run, _is_chief)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders do, and calls `act(module)` after its import."""
-
-    def __init__(self, name: str, act: _Act) -> None:
-        self._name = name
-        self._act = act
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        loader = None if spec is None else spec.loader
-        if loader is not None and hasattr(loader, "exec_module"):
-            execute = loader.exec_module
-
-            def then_act(module: ModuleType) -> None:
-                execute(module)
-                self._act(module)
-
-            loader.exec_module = then_act  # type: ignore[method-assign]
-        return spec
 
 
 def logs_to_tracker(callback: Any) -> bool:

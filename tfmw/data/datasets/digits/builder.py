@@ -71,8 +71,7 @@ class TfmwDigits(tfds.core.GeneratorBasedBuilder):
             download_config: by default four files for each split.
             **kwargs: as in `tfds.core.DatasetBuilder.download_and_prepare`.
         """
-        with datasets.one_process_at_a_time(self.data_dir), _silence():
-            prepared_meanwhile = self.data_path.exists()
+        with _silence():
             super().download_and_prepare(
                 download_config=download_config
                 or tfds.download.DownloadConfig(
@@ -80,8 +79,6 @@ class TfmwDigits(tfds.core.GeneratorBasedBuilder):
                 ),
                 **kwargs,
             )
-        if prepared_meanwhile:
-            self.info.read_from_directory(self.data_dir)
 
     def _info(self) -> tfds.core.DatasetInfo:
         return _Info(
