@@ -268,6 +268,20 @@ class TestFailure:
         )
         assert hint in result.output
 
+    def test_a_file_that_only_the_chief_has_written(self, monkeypatch):
+        named: list[type[BaseException]] = []
+        cases = {
+            "worker 0": FileNotFoundError(2, "No such file or directory"),
+            "worker 1": FileNotFoundError(2, "No such file or directory"),
+            "worker 2": ValueError("File not found: filepath=runs/093107/best.keras."),
+            "worker 3": ValueError("another error"),
+        }
+        for task, error in cases.items():
+            monkeypatch.setenv("TFMW_TASK", task)
+            if "write files on the chief only" in task_program._hint(error):
+                named.append(type(error))
+        assert named == [FileNotFoundError, ValueError]
+
     @pytest.mark.parametrize("peer", ["wait", "stubborn"])
     def test_other_tasks_are_ended(self, run, peer):
         result = run(f"worker 0={peer}", "worker 1=fail", f"worker 2={peer}", workers=3)

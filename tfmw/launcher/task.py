@@ -133,15 +133,29 @@ def main(argv: list[str]) -> int:
         # If another task has caused the error, lines of libraries are no help.
         shown = _from_the_users_code(error.__traceback__, users_only=is_secondary(error))
         error = error.with_traceback(shown)
-        if isinstance(error, FileExistsError) and mode != "call":
-            error.add_note(
-                "Every worker runs the whole script, in each attempt: os.makedirs(..., "
-                "exist_ok=True) makes a directory that may exist."
-            )
+        if mode != "call" and (hint := _hint(error)):
+            error.add_note(hint)
         record_error(error, fatal=True)
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _hint(error: BaseException) -> str:
+    """Advice on a file of a script that all workers run; "" for other errors."""
+    if isinstance(error, FileExistsError):
+        return (
+            "Every worker runs the whole script, in each attempt: os.makedirs(..., "
+            "exist_ok=True) makes a directory that may exist."
+        )
+    is_missing = isinstance(error, FileNotFoundError) or "File not found" in str(error)
+    if is_missing and os.environ.get("TFMW_TASK") not in ("chief", "worker 0"):
+        return (
+            "Callbacks such as ModelCheckpoint write files on the chief only. Another worker finds "
+            "them if its path is the same, without the time of its own clock, on a disk that both "
+            'share: a name for the run is os.environ["TFMW_RUN_ID"].'
+        )
+    return ""
 
 
 def _from_the_users_code(
