@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
@@ -54,6 +55,7 @@ from tfmw.launcher.result import lines_about
 from tfmw.launcher.run import launch_tasks
 from tfmw.launcher.spawn import TASK_COMMAND, reap_orphans
 from tfmw.observe.recorded_errors import record_error
+from tfmw.train.callbacks import roles
 
 PROGRAM = str(PROGRAMS / "launch_tasks.py")
 NO_INIT = {"TFMW_NO_INIT": "1"}
@@ -268,19 +270,20 @@ class TestFailure:
         )
         assert hint in result.output
 
-    def test_a_file_that_only_the_chief_has_written(self, monkeypatch):
-        named: list[type[BaseException]] = []
-        cases = {
-            "worker 0": FileNotFoundError(2, "No such file or directory"),
-            "worker 1": FileNotFoundError(2, "No such file or directory"),
-            "worker 2": ValueError("File not found: filepath=runs/093107/best.keras."),
-            "worker 3": ValueError("another error"),
-        }
-        for task, error in cases.items():
-            monkeypatch.setenv("TFMW_TASK", task)
-            if "write files on the chief only" in task_program._hint(error):
-                named.append(type(error))
-        assert named == [FileNotFoundError, ValueError]
+    @pytest.mark.parametrize("is_chief", [False, True])
+    def test_a_file_that_only_the_chief_has_written(self, monkeypatch, is_chief):
+        monkeypatch.setattr(roles, "_chiefs_paths", set())
+        checkpoint = keras.callbacks.ModelCheckpoint("runs/093107/{epoch}.keras")
+        log = roles.ChiefOnly(keras.callbacks.CSVLogger("runs/093107.csv"))
+        roles.for_task([checkpoint, log], is_chief, workers=2)
+        errors = [
+            ValueError("File not found: filepath=runs/093107/2.keras."),
+            FileNotFoundError(2, "No such file or directory", "runs/093107.csv"),
+            FileNotFoundError(2, "No such file or directory", "data.csv"),
+            ValueError("runs/093107.csv has a bad line"),
+        ]
+        hints = ["write files on the chief only" in task_program._hint(e) for e in errors]
+        assert hints == [not is_chief, not is_chief, False, False]
 
     @pytest.mark.parametrize("peer", ["wait", "stubborn"])
     def test_other_tasks_are_ended(self, run, peer):

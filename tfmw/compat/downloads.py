@@ -9,8 +9,7 @@ while another task may read them. Two tasks that prepare a dataset of TFDS use t
 directory, as their random generators are equal. KaggleHub, which has KerasHub's presets, appends to
 a file that another task is about to write. So one task does the work, and the others wait.
 
-The locks are POSIX record locks (fcntl(2)). The kernel drops one when its process ends; they work
-over NFS. Checked with Keras 3.8 to 3.15, TFDS 4.9, KaggleHub 1.0.
+Checked with Keras 3.8 to 3.15, TFDS 4.9, KaggleHub 1.0.
 """
 
 from __future__ import annotations
@@ -155,9 +154,9 @@ def _once_in_an_attempt(get_file: Callable[..., str]) -> Callable[..., str]:
 def _read(text: str) -> list[Any]:
     """The record of an attempt; one of no attempt from an empty or damaged file."""
     with contextlib.suppress(ValueError):
-        record = json.loads(text)
-        if isinstance(record, list) and len(record) == len((RUN_ID, "attempt", "times", "path")):
-            return record
+        match json.loads(text):
+            case [_, int(), int(), str()] as record:
+                return record
     return [None, 0, 0, ""]
 
 

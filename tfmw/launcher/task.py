@@ -148,8 +148,8 @@ def _hint(error: BaseException) -> str:
             "Every worker runs the whole script, in each attempt: os.makedirs(..., "
             "exist_ok=True) makes a directory that may exist."
         )
-    is_missing = isinstance(error, FileNotFoundError) or "File not found" in str(error)
-    if is_missing and os.environ.get("TFMW_TASK") not in ("chief", "worker 0"):
+    roles = sys.modules.get("tfmw.train.callbacks.roles")  # once this process has trained
+    if roles is not None and roles.misses_file_of_chief(error):
         return (
             "Callbacks such as ModelCheckpoint write files on the chief only. Another worker finds "
             "them if its path is the same, without the time of its own clock, on a disk that both "

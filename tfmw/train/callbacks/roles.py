@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,11 @@ _WRITERS: tuple[type, ...] = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
 )
+
+# Attributes of callbacks that write: the paths to which they do.
+_PATHS = ("filepath", "filename", "log_dir")
+
+_chiefs_paths: set[str] = set()  # patterns of those to which only the chief writes, elsewhere
 
 # Callbacks of other packages that write or display, by name: they need not be installed.
 _THIRD_PARTY_WRITERS = {
@@ -188,7 +194,7 @@ def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
     """
     flat = tf.nest.flatten(callbacks) if callbacks else []
     for callback in flat:
-        for name in ("filepath", "filename", "log_dir"):
+        for name in _PATHS:
             what = f"{name} of {type(callback).__name__}"
             # Keras's callbacks write to these through TensorFlow.
             refuse_writing(getattr(callback, name, None), what, ("gs://", "ram://"))
@@ -203,7 +209,18 @@ def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
                 "keras.callbacks.BackupAndRestore knows no chief: every worker would write and "
                 "delete the same files; use tfmw.callbacks.BackupAndRestore."
             )
-    return [c for c in flat if is_chief or not writes(c)]
+    if is_chief:
+        return flat
+    paths = [getattr(_unwrapped(c), name, None) for c in flat if writes(c) for name in _PATHS]
+    for path in filter(None, paths):  # "runs/{epoch}.keras" matches any epoch
+        _chiefs_paths.add(".*".join(map(re.escape, re.split(r"\{[^{}]*\}", str(path)))))
+    return [c for c in flat if not writes(c)]
+
+
+def misses_file_of_chief(error: BaseException) -> bool:
+    """Whether an error names a missing file that callbacks write on the chief only."""
+    is_missing = isinstance(error, FileNotFoundError) or "File not found" in str(error)
+    return is_missing and any(re.search(path, str(error)) for path in _chiefs_paths)
 
 
 def may_read_optimizer(callback: Any) -> bool:
