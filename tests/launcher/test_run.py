@@ -54,6 +54,7 @@ from tfmw.launcher.output import Display, OutputPump, collapse
 from tfmw.launcher.result import lines_about
 from tfmw.launcher.run import launch_tasks
 from tfmw.launcher.spawn import TASK_COMMAND, reap_orphans
+from tfmw.observe import recorded_errors
 from tfmw.observe.recorded_errors import record_error
 from tfmw.train.callbacks import roles
 
@@ -272,7 +273,7 @@ class TestFailure:
 
     @pytest.mark.parametrize("is_chief", [False, True])
     def test_a_file_that_only_the_chief_has_written(self, monkeypatch, is_chief):
-        monkeypatch.setattr(roles, "_chiefs_paths", set())
+        monkeypatch.setattr(recorded_errors, "_files_of_chief", set())
         checkpoint = keras.callbacks.ModelCheckpoint("runs/093107/{epoch}.keras")
         log = roles.ChiefOnly(keras.callbacks.CSVLogger("runs/093107.csv"))
         roles.for_task([checkpoint, log], is_chief, workers=2)

@@ -143,13 +143,14 @@ def main(argv: list[str]) -> int:
 
 def _hint(error: BaseException) -> str:
     """Advice on a file of a script that all workers run; "" for other errors."""
+    from tfmw.observe.recorded_errors import misses_file_of_chief
+
     if isinstance(error, FileExistsError):
         return (
             "Every worker runs the whole script, in each attempt: os.makedirs(..., "
             "exist_ok=True) makes a directory that may exist."
         )
-    roles = sys.modules.get("tfmw.train.callbacks.roles")  # once this process has trained
-    if roles is not None and roles.misses_file_of_chief(error):
+    if misses_file_of_chief(error):
         return (
             "Callbacks such as ModelCheckpoint write files on the chief only. Another worker finds "
             "them if its path is the same, without the time of its own clock, on a disk that both "

@@ -16,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tfmw.errors import UsageError, printable
 from tfmw.observe.task_process import own_path
@@ -33,6 +34,8 @@ SECONDARY = {"UnavailableError", "AbortedError", "DeadlineExceededError", "Cance
 # Prefix of an error that another task reported, of any type: "Error reported from /job:worker/
 # task:1: ..." (coordination_service.cc).
 ECHO = "Error reported from /job:"
+
+_files_of_chief: set[str] = set()  # patterns of their paths
 
 
 def record_error(error: BaseException, *, fatal: bool = False) -> None:
@@ -91,3 +94,15 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(link))
         yield link
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def add_files_of_chief(paths: Iterable[str]) -> None:
+    """Notes files that callbacks write on the chief only, such as "runs/{epoch}.keras"."""
+    for path in paths:
+        _files_of_chief.add(".*".join(map(re.escape, re.split(r"\{[^{}]*\}", path))))
+
+
+def misses_file_of_chief(error: BaseException) -> bool:
+    """Whether an error names a missing file of `add_files_of_chief`."""
+    is_missing = isinstance(error, FileNotFoundError) or "File not found" in str(error)
+    return is_missing and any(re.search(path, str(error)) for path in _files_of_chief)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +29,7 @@ import tensorflow as tf
 
 from tfmw.compat import models
 from tfmw.errors import UsageError
+from tfmw.observe import recorded_errors
 from tfmw.observe.trackers import logs_to_tracker
 from tfmw.storage import disk
 from tfmw.storage.bucket import refuse_writing
@@ -46,8 +46,6 @@ _WRITERS: tuple[type, ...] = (
 
 # Attributes of callbacks that write: the paths to which they do.
 _PATHS = ("filepath", "filename", "log_dir")
-
-_chiefs_paths: set[str] = set()  # patterns of those to which only the chief writes, elsewhere
 
 # Callbacks of other packages that write or display, by name: they need not be installed.
 _THIRD_PARTY_WRITERS = {
@@ -212,15 +210,8 @@ def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
     if is_chief:
         return flat
     paths = [getattr(_unwrapped(c), name, None) for c in flat if writes(c) for name in _PATHS]
-    for path in filter(None, paths):  # "runs/{epoch}.keras" matches any epoch
-        _chiefs_paths.add(".*".join(map(re.escape, re.split(r"\{[^{}]*\}", str(path)))))
+    recorded_errors.add_files_of_chief(map(str, filter(None, paths)))
     return [c for c in flat if not writes(c)]
-
-
-def misses_file_of_chief(error: BaseException) -> bool:
-    """Whether an error names a missing file that callbacks write on the chief only."""
-    is_missing = isinstance(error, FileNotFoundError) or "File not found" in str(error)
-    return is_missing and any(re.search(path, str(error)) for path in _chiefs_paths)
 
 
 def may_read_optimizer(callback: Any) -> bool:
