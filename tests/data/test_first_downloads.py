@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import http.server
 import io
 import json
 import tarfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import keras
 import pytest
 
+from tests.helpers.events import Server, running_server
 from tfmw.compat import downloads
 
 NUMBERS = bytes(range(256)) * (1 << 17)  # takes longer than a look at the file
@@ -29,63 +28,11 @@ def _archive() -> bytes:
     return buffer.getvalue()
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """A server of files, and of events that tasks count and await."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self.server_address[1]}"
-        self.counts: collections.Counter[str] = collections.Counter()
-        self._changed = threading.Condition()
-
-    def add(self, event: str) -> None:
-        with self._changed:
-            self.counts[event] += 1
-            self._changed.notify_all()
-
-    def wait_for(self, event: str, count: int = 1, seconds: float = 120.0) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.counts[event] >= count, seconds)
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    """One request of a task."""
-
-    server: Server
-
-    def do_GET(self) -> None:
-        action, *words = self.path.strip("/").split("/")
-        self.server.add(action)
-        body = {"numbers": NUMBERS, "files": _archive()}.get(action, b"")
-        if action == "add":
-            self.server.add(words[0])
-        elif action == "wait":
-            self.server.wait_for(words[0], int(words[1]))
-        elif action == "wait_briefly":  # for what must not happen
-            self.server.wait_for(words[0], int(words[1]), seconds=1.0)
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body[: len(body) // 2])
-        if action == "numbers":
-            self.server.add("half")
-            self.server.wait_for("asked")
-        self.wfile.write(body[len(body) // 2 :])
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as running:
-        thread = threading.Thread(target=running.serve_forever)
-        thread.start()
+    bodies = {"numbers": NUMBERS, "files": _archive()}
+    with running_server(bodies, halfway={"numbers": ("half", "asked")}) as running:
         yield running
-        running.shutdown()
-        thread.join()
 
 
 @pytest.fixture

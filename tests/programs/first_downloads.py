@@ -9,7 +9,6 @@ import hashlib
 import os
 import random
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,24 +21,17 @@ from kagglehub import registry
 from kagglehub.resolver import Resolver
 
 from tests.programs import _result
+from tests.programs._events import add, wait_briefly_for, wait_for
 
 ADDRESS, CACHE, KIND = sys.argv[1:]
 IS_FIRST = os.environ["TFMW_TASK"] == "worker 0"
-
-
-def add(event: str) -> None:
-    urllib.request.urlopen(f"{ADDRESS}/add/{event}").read()
-
-
-def wait_for(event: str, count: int = 1) -> None:
-    urllib.request.urlopen(f"{ADDRESS}/wait/{event}/{count}").read()
 
 
 def prepare() -> None:
     """Lasts until the other task has asked, and begins its own preparation, which it must not."""
     add("preparation")
     wait_for("asked", 2)
-    urllib.request.urlopen(f"{ADDRESS}/wait_briefly/preparation/2").read()
+    wait_briefly_for("preparation", 2)
 
 
 def numbers() -> Any:

@@ -26,6 +26,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmw.cluster import turns
 from tfmw.cluster.wire import Channel, Connection
 from tfmw.errors import printable
 from tfmw.observe.recorded_errors import ECHO
@@ -146,6 +147,7 @@ class Coordination:
 
     def _call(self, what: str, **arguments: Any) -> Future[Any]:
         """Asks the chief; returns its reply."""
+        turns.give()  # another task may wait for its turn before it makes the same call
         future: Future[Any] = Future()
         with self._lock:
             if self._failure is not None:

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tfmw.cluster import addresses, membership, rendezvous
+from tfmw.cluster import addresses, membership, rendezvous, turns
 from tfmw.cluster.cluster import BACKUP_DIR, ISOLATED, KERAS, STATE_FOLDER, Cluster
 from tfmw.cluster.imports import without_collection
 from tfmw.cluster.membership import JoinedCluster
@@ -119,6 +119,8 @@ def init(
     if keras is not None or _keras.by_default:
         _keras.by_default = False
         _replace_methods(bool(keras))
+        if not keras:
+            turns.end()
     return resolved
 
 
@@ -133,6 +135,8 @@ def join_for_script() -> None:
     if KERAS not in os.environ and (needed or not alone):
         _keras.by_default = True
         _replace_methods(True)
+        if path := task_process.own_path(turns.FILE):
+            importlib.import_module("tfmw.cluster.script_files").share_files(path)
         if cluster.is_chief:
             membership.on_success(_warn_if_each_worked_alone)
 

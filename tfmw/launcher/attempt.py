@@ -24,6 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tfmw.cluster import turns
 from tfmw.cluster.cluster import MAX_RESTARTS, REPLACES, STATE_FOLDER
 from tfmw.cluster.signals import Signals
 from tfmw.cluster.sockets import reserved_ports
@@ -186,6 +187,7 @@ class Attempt:
                 "TFMW_LOCAL_RANK": str(rank),
                 **({REPLACES: "1"} if self._replaces else {}),
                 **({STATE_FOLDER: self._state_folder} if self._state_folder else {}),
+                turns.FILE: str(self.context.directory / "script-files"),
                 **visible_devices(training, len(workers), self._env),
                 **self.env,
             }

@@ -143,9 +143,10 @@ def main(argv: list[str]) -> int:
 
 def _hint(error: BaseException) -> str:
     """Advice on a file of a script that all workers run; "" for other errors."""
+    from tfmw.cluster import turns
     from tfmw.observe.recorded_errors import misses_file_of_chief
 
-    if isinstance(error, FileExistsError):
+    if isinstance(error, FileExistsError) and turns.current() is None:
         return (
             "Every worker runs the whole script, in each attempt: os.makedirs(..., "
             "exist_ok=True) makes a directory that may exist."
