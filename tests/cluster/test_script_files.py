@@ -42,6 +42,7 @@ EXPECTED = {
     "written_with_a_lock": True,
     "directory_alone": True,
     "made_by_another": True,
+    "asked_in_callbacks": [2, 2],
     "exported": True,
 }
 

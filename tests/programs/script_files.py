@@ -16,6 +16,7 @@ import h5py
 import keras
 import numpy as np
 
+import tfmw
 from tests.programs import _result
 from tests.programs._events import add, meet, wait_briefly_for, wait_for
 
@@ -25,12 +26,15 @@ NAME = os.environ["TFMW_TASK"].replace(" ", "_")
 
 
 def asked_for() -> Any:
-    """One task finds the directory half-made, if it may."""
+    """Worker 1 finds the directory half-made, if it may."""
     data = FOLDER / "asked_for"
-    add("asks")
+    if not IS_FIRST:
+        wait_for("begins")
+        add("asks")
     if not data.exists():
         data.mkdir()
-        wait_for("asks", 2)
+        add("begins")
+        wait_for("asks")
         wait_briefly_for("has read")
         (data / "a.txt").write_text("a")
     files = os.listdir(data)
@@ -158,6 +162,21 @@ def made_by_another() -> Any:
     return flag.exists()
 
 
+class Stop(keras.callbacks.Callback):
+    """Ends the training when somebody has made a file."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if (FOLDER / "stop").exists():
+            self.model.stop_training = True
+
+
+def asked_in_callbacks() -> Any:
+    """Tasks that train wait for each other's gradients, and for nothing else."""
+    arguments: Any = {"batch_size": 2, "epochs": 2, "verbose": 0, "callbacks": [Stop()]}
+    trained = model.fit(x, y, **arguments), tfmw.fit(model, x, y, **arguments)
+    return [len(history.epoch) for history in trained]
+
+
 def exported() -> Any:
     """The chief writes the export, for which worker 1 waits."""
     if not os.path.exists(FOLDER / "export"):
@@ -184,6 +203,7 @@ for kind in (
     written_with_a_lock,
     directory_alone,
     made_by_another,
+    asked_in_callbacks,
     exported,
 ):
     results[kind.__name__] = kind()

@@ -29,10 +29,10 @@ import sys
 import tarfile
 import urllib.request
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from email.message import Message
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfmw.cluster import turns
 from tfmw.cluster.turns import Turns
@@ -111,10 +111,9 @@ def _making(own: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(own)
     def make(path: Any, *args: Any, **kwargs: Any) -> None:
-        shared = _shared()
-        if shared is None or kwargs.get("dir_fd") is not None or _line() is None:
+        if (caller := _caller(kwargs)) is None:
             return own(path, *args, **kwargs)
-        name = os.path.abspath(os.fsdecode(path))
+        shared, name = caller.shared, os.path.abspath(os.fsdecode(path))
         with shared.operations():
             try:
                 own(path, *args, **kwargs)
@@ -132,10 +131,9 @@ def _removing(own: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(own)
     def remove(path: Any, *args: Any, **kwargs: Any) -> None:
-        shared = _shared()
-        if shared is None or kwargs.get("dir_fd") is not None or _line() is None:
+        if (caller := _caller(kwargs)) is None:
             return own(path, *args, **kwargs)
-        name = os.path.abspath(os.fsdecode(path))
+        shared, name = caller.shared, os.path.abspath(os.fsdecode(path))
         with shared.operations():
             is_removed = shared.is_made("remove", name) and not os.path.lexists(name)
             if is_removed or shared.is_new_of_another(name):
@@ -156,9 +154,9 @@ def _moving(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def move(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
-        shared, place = _shared(), _line()
-        if shared is None or place is None or kwargs.keys() & {"src_dir_fd", "dst_dir_fd"}:
+        if (caller := _caller(kwargs)) is None:
             return own(src, dst, *args, **kwargs)
+        shared, place = caller
         shared.take(place)
         path, target = (os.path.abspath(os.fsdecode(each)) for each in (src, dst))
         with shared.operations():
@@ -180,10 +178,11 @@ def _once(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def once(*args: Any, **kwargs: Any) -> Any:
-        shared, place = _shared(), _line()
         given = signature.bind(*args, **kwargs).arguments.get(_TARGETS[name])
-        if shared is None or place is None or (given is None and name == "urlretrieve"):
+        caller = _caller(kwargs)
+        if caller is None or (given is None and name == "urlretrieve"):
             return own(*args, **kwargs)
+        shared, place = caller
         target = os.path.abspath(os.fsdecode(given or os.curdir))
         with shared.operations():
             if shared.is_made(name, place, target) and os.path.exists(target):
@@ -203,9 +202,8 @@ def _share_h5py(h5py: ModuleType) -> None:
 
     @functools.wraps(begin)
     def begin_in_turn(self: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-        shared, place = _shared(), _line()
-        if shared is not None and place is not None and mode != "r":
-            shared.take(place)
+        if mode != "r" and (caller := _caller(kwargs)) is not None:
+            caller.shared.take(caller.place)
         begin(self, name, mode, *args, **kwargs)
 
     h5py.File.__init__ = begin_in_turn
@@ -223,13 +221,26 @@ def _shared() -> Turns | None:
 _is_installed = functools.cache(is_installed)
 
 
-def _line() -> str | None:
-    """The script's line that calls a wrapper, by functions of Python alone; None if none does."""
+class _Caller(NamedTuple):
+    """A line of the script that calls a wrapper."""
+
+    shared: Turns
+    place: str
+
+
+def _caller(kwargs: Mapping[str, Any]) -> _Caller | None:
+    """The script's line that calls a wrapper, through functions of Python alone.
+
+    None if none does, or if the paths are relative to a descriptor.
+    """
+    shared = _shared()
+    if shared is None or any(name.endswith("dir_fd") for name in kwargs):
+        return None
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         if not _is_installed(file):
-            return _place(frame)
+            return _Caller(shared, _place(frame))
         is_python = file.startswith(_STANDARD_LIBRARY) and "-packages" not in file
         if not is_python and not (file.startswith("<frozen ") and "importlib" not in file):
             return None

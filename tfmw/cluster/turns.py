@@ -3,7 +3,7 @@
     turns.begin("/run/directory/files")  # in each task, before the script
     turns.take("train.py:12")            # waits while another task has its turn
     with turns.operations() as made:     # what the tasks have done with files so far
-        made.add("mkdir", "/data/cats")
+        made.add("make", "/data/cats")
     turns.give()                         # before this task waits for others
     with turns.call(): ...               # a call that all tasks make, such as fit
 
@@ -152,8 +152,9 @@ class Turns:
 
     def _say_that_it_waits(self) -> None:
         lines = os.pread(self._file, os.fstat(self._file).st_size, 0).splitlines()
-        for place in [entry[4] for entry in map(json.loads, lines) if entry[3] == "place"][-1:]:
-            logger.warning("waits for %s, which may make files that this task reads", place)
+        with contextlib.suppress(ValueError):  # written by a task that was killed
+            for place in [entry[4] for entry in map(json.loads, lines) if entry[3] == "place"][-1:]:
+                logger.warning("waits for %s, which may make files that this task reads", place)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmw.cluster import turns
 from tfmw.cluster.group import Group
 from tfmw.compat import model_methods
 from tfmw.train import strategies
@@ -51,7 +52,8 @@ def call_own(
         strategy = strategies.choose(strategy)
     others = functools.partial(_of_tfmw, strategy)
     chief = not of_user or is_chief(strategy)
-    return model_methods.call_method(model, name, arguments, given, run, others, chief)
+    with turns.call():
+        return model_methods.call_method(model, name, arguments, given, run, others, chief)
 
 
 def calling_evaluate(model: keras.Model, strategy: tf.distribute.Strategy, run: Any) -> Any:

@@ -30,7 +30,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw.cluster import membership, turns
+from tfmw.cluster import membership
 from tfmw.cluster.cluster import BACKUP_DIR
 from tfmw.cluster.group import Group
 from tfmw.compat import model_methods
@@ -113,7 +113,7 @@ def plain_call(
     passed |= passed.pop("kwargs", {})
     function, settings = _FUNCTIONS[name], {**_of_command_line(), **_thread.settings}
     settings = {k: v for k, v in settings.items() if k in _signature(function).parameters}
-    with turns.call(), model_methods.from_plain(model, name):
+    with model_methods.from_plain(model, name):
         if name != "fit" or not model.compiled:
             return function(model, **passed, **settings)
         backup = _backup(passed, settings)
