@@ -12,7 +12,7 @@ itself calls them, in its main thread, and outside of the calls that all tasks m
 - One task extracts an archive, and moves or removes a file. The others leave these as they are.
 - A directory that another task has made may be made again.
 
-Checked with Python 3.11 to 3.13.
+Checked with Python 3.11.
 """
 
 from __future__ import annotations
